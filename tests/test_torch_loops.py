@@ -143,6 +143,56 @@ def test_loaded_weight_replaces_its_master(level):
             torch.testing.assert_close(tensor, loaded[name], rtol=0, atol=0)
 
 
+MULTIPLICATIONS = {
+    "mul": lambda w: w.mul_(0.97),
+    "div": lambda w: w.div_(torch.tensor(1 / 0.97)),
+    "data": lambda w: w.data.mul_(0.97),
+    "foreach": lambda w: torch._foreach_mul_([w], 0.97),
+    "foreach_div": lambda w: torch._foreach_div_([w], 1 / 0.97),
+}
+
+
+@pytest.mark.parametrize("level", ["O3", "O3,master_weight=FP32", "fp8"])
+@pytest.mark.parametrize("multiply", MULTIPLICATIONS.values(), ids=MULTIPLICATIONS)
+def test_masters_follow_a_multiplication_of_the_weight(multiply, level):
+    """It changes no code, only the scale."""
+    model = net()
+    model, optimizer = prepare(model, torch.optim.AdamW(model.parameters(), 0.0, weight_decay=0.0), level)
+    train(model, optimizer, 1)
+
+    def exact():
+        weight = model[0].weight
+        master = entry_of(optimizer.state[weight], "master")
+        return value(weight.detach() if master is None else master).clone()
+
+    first, weight = exact(), value(model[0].weight.detach())
+    for i in range(10):
+        with torch.no_grad():
+            multiply(model[0].weight)
+        model[2].weight.grad[0, 0] = float("nan") if i == 5 else 0.0
+        optimizer.step()  # also one that is skipped
+        train(model, optimizer, 1)
+    torch.testing.assert_close(exact(), 0.97**10 * first, rtol=3e-3, atol=1e-5)
+    torch.testing.assert_close(value(model[0].weight.detach()), 0.97**10 * weight, rtol=0.15, atol=1e-3)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded, None], ids=["copy", "pickle", "state"])
+def test_copied_masters_are_of_the_written_weight(copied):
+    model, optimizer = prepared("O3")
+    train(model, optimizer, 1)
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+        model[2].weight[0, 0] = 3.0
+    twin = copied((model, optimizer)) if copied else prepared("O3", net(seed=1))
+    if not copied:
+        for new, old in zip(twin, (model, optimizer), strict=True):
+            new.load_state_dict(copy.deepcopy(old.state_dict()))
+    for pair in ((model, optimizer), twin):
+        train(*pair, 1)
+    assert_same(model, twin[0])
+    assert model[2].weight[0, 0] > 2.9
+
+
 @pytest.mark.parametrize("is_model_first", [True, False])
 def test_masters_load_in_any_order(is_model_first):
     pair = prepared("O3")

@@ -271,13 +271,14 @@ def _rescale(func: Any, x: Any, factor: Any, **kwargs: Any) -> Any:
     if not is_scaled(x) or not is_number or kwargs:
         return _on_values(func, x, factor, **kwargs)
     func(x.scale, factor)
-    return _written(x)
+    torch.autograd.graph.increment_version(x.scale)  # not of the codes: a master weight follows the scale
+    return x
 
 
 def _rescale_each(func: Any, tensors: Any, factor: Any) -> None:
     """`_rescale` of a list, for `clip_grad_norm_(foreach=True)`."""
     for x in tensors:
-        x.mul_(factor)
+        x.mul_(factor) if func.overloadpacket is _aten._foreach_mul_ else x.div_(factor)
 
 
 def _zero(func: Any, x: ScaledTensor) -> ScaledTensor:
@@ -314,8 +315,11 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: _copy,
     _aten.zero_.default: _zero,
     **{overload: _rescale for op in (_aten.mul_, _aten.div_) for overload in (op.Tensor, op.Scalar)},
-    _aten._foreach_mul_.Tensor: _rescale_each,
-    _aten._foreach_mul_.Scalar: _rescale_each,
+    **{
+        overload: _rescale_each
+        for op in (_aten._foreach_mul_, _aten._foreach_div_)
+        for overload in (op.Tensor, op.Scalar)
+    },
     **{getattr(_aten, name).default: _like for name in _NEW},
     _aten.empty_like.default: _empty_like,
 }

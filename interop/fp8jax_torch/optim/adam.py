@@ -16,6 +16,7 @@ References:
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -148,7 +149,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             codes, new = (x.codes if is_scaled(x) else x for x in (parameter, state.weight))
             if not codes.is_contiguous():  # the step wrote to a contiguous copy
                 codes.copy_(new)
-            self._versions[parameter] = _version(parameter)
+            self._versions[parameter] = _seen(parameter)
         return loss
 
     def ensure_state(
@@ -163,7 +164,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             if entry_of(state, name) is not None:
                 continue
             if name in ("master", "remainder"):
-                self._versions[parameter] = _version(parameter)
+                self._versions[parameter] = _seen(parameter)
             first = torch.zeros(parameter.shape, device=parameter.device)
             if name == "master":
                 first = value(parameter.detach()) if master is None else master
@@ -200,9 +201,18 @@ class Adam(Skipping, torch.optim.Optimizer):
         self.state[parameter] |= entries_of(name, _contiguous(new))
 
     def _refresh(self, parameter: Any) -> None:
-        """Sets the master, and ends the remainder, where the weight was written since, as after loading."""
-        state, weight = self.state[parameter], parameter.detach()
+        """Sets the master, and ends the remainder, where the weight was written since, as after loading.
+
+        After a multiplication of the weight in place, which changes only the scale, the master is multiplied.
+        """
+        state, weight = self.ensure_state(parameter), parameter.detach()
         master, remainder = entry_of(state, "master"), state.get("remainder")
+        old_version, old_scale = self._versions.get(parameter, ((None, None), None))
+        version, scale = self._versions[parameter] = _seen(parameter)
+        if version[0] == old_version[0] and version != old_version:
+            if master is not None:
+                (master.scale if is_scaled(master) else master).mul_(scale / old_scale)
+            return
         if master is not None:
             rounded = value(master) * (1 / weight.scale)
         else:  # half of a remainder, a quarter of a step at most, does not round to another code
@@ -219,15 +229,21 @@ class Adam(Skipping, torch.optim.Optimizer):
             rest = torch.where(is_stale, 0.0, casts.to_float(remainder) * factor)
             state["remainder"] = casts.cast(rest, formats.E4M3)
 
+    def _refresh_written(self, parameters: Iterable[Any]) -> None:
+        """`_refresh` of those of the parameters that were written."""
+        for parameter in parameters:
+            has_entry = is_scaled(parameter) and names_in(self.state[parameter]) & {"master", "remainder"}
+            version, _ = self._versions.get(parameter, (None, None))
+            if has_entry and version != _version(parameter) and not parameter.is_meta:
+                self._refresh(parameter)
+
     def _state_of(self, parameter: Any) -> ParamState:
         if parameter.grad.is_sparse:
             raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
         if is_scaled(parameter):
             parameter.is_of_adam = True
-        has_high_precision = is_scaled(parameter) and names_in(state) & {"master", "remainder"}
-        if has_high_precision and self._versions.get(parameter) != _version(parameter):
-            self._refresh(parameter)
+        self._refresh_written([parameter])
         second = SECOND_ROOT if SECOND_ROOT in names_in(state) else SECOND
         mu, nu, *high_precision = (entry_of(state, name) for name in (FIRST, second, "master", "remainder"))
         return ParamState(
@@ -281,9 +297,15 @@ class Adam(Skipping, torch.optim.Optimizer):
                 want, got = list(parameter.shape), f"{remainder.dtype}{list(remainder.shape)}"
                 raise ValueError(f"`state_dict`: expected an int8 remainder of shape {want}; got {got}.")
             self.state[parameter]["remainder"] = _contiguous(remainder.to(parameter.device, copy=True))
-        self._versions[parameter] = _version(parameter)
+        self._versions[parameter] = _seen(parameter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, and "skipped"; masters are of the present weights."""
+        self._refresh_written(list(self.state))
+        return super().state_dict()
 
     def __getstate__(self) -> dict[str, Any]:
+        self._refresh_written(list(self.state))
         return {**super().__getstate__(), "recipe": self.recipe}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -293,7 +315,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         for group in self.param_groups:  # that torch's optimizer saved
             group.setdefault("seed", self.defaults["seed"])
         # The weights and masters of a copy are of the same step.
-        self._versions = {parameter: _version(parameter) for parameter in self.state}
+        self._versions = {parameter: _seen(parameter) for parameter in self.state}
 
 
 class AdamW(Adam):
@@ -313,11 +335,16 @@ def _has_scale(name: str, format: Format) -> bool:
     return name != "remainder" and format != formats.FP32
 
 
-def _version(parameter: Any) -> tuple[int, ...]:
-    """Changes whenever a scaled parameter is written."""
+def _version(parameter: Any) -> tuple[Any, Any]:
+    """Changes whenever a scaled parameter is written: the first part by a write to the codes."""
     if not is_scaled(parameter):
-        return ()
-    return id(parameter.codes), parameter.codes._version, parameter.scale._version
+        return None, None
+    return (id(parameter.codes), parameter.codes._version), parameter.scale._version
+
+
+def _seen(parameter: Any) -> tuple[tuple[Any, Any], Any]:
+    """The version of a parameter, and its scale."""
+    return _version(parameter), parameter.scale.detach().clone() if is_scaled(parameter) else None
 
 
 def _contiguous(x: Any) -> Any:
