@@ -847,6 +847,55 @@ def test_optimizer_without_masters_is_refused_after_transform(level):
     train(model, AdamW(model.parameters(), 1e-2, recipe=level), 3)
 
 
+SMALLER = {
+    "no recipe": lambda model: AdamW(model.parameters(), 1e-3),
+    "recipe": lambda model: AdamW(model.parameters(), 1e-3, recipe="O2"),
+    "skipping": lambda model: optim.skipping(torch.optim.AdamW(model.parameters(), 1e-3)),
+    "sgd": sgd,
+}
+
+
+@pytest.mark.parametrize("has_optimizer", [False, True])
+@pytest.mark.parametrize("make", SMALLER.values(), ids=SMALLER)
+def test_optimizer_that_rounds_weights_otherwise_is_refused(make, has_optimizer):
+    """Also after steps of the right optimizer, and until it steps again or the weights are loaded."""
+    model, own = prepared("fp8") if has_optimizer else (transform(net(), "fp8"), None)
+    own = own or AdamW(model.parameters(), 1e-3, recipe="fp8")
+    train(model, own)
+    state = copy.deepcopy(model.state_dict())
+    model(X).square().sum().backward()
+    make(model).step()
+    for part in (model, model, model[0], model[2]):
+        with pytest.raises(RuntimeError, match="master_weight=- .*nearest.*fp8jax_torch.optim.AdamW"):
+            part(X)
+    model.load_state_dict(state)
+    train(model, own)
+
+
+@pytest.mark.parametrize("level", ["fp8", "O3"])
+def test_writes_by_no_optimizer_are_legal(level):
+    teacher = transform(net(), level).requires_grad_(False)
+    for _ in range(2):  # records its amaxes in a forward
+        teacher(X)
+        teacher.load_state_dict(teacher.state_dict())
+    model = transform(net(), level)
+    for write in (lambda: model.load_state_dict(teacher.state_dict()), lambda: model[0].weight.clamp_(-1, 1)):
+        model(X).sum().backward()
+        with torch.no_grad():
+            write()
+        model.zero_grad()
+        model(X)
+    for parameters in (dict(model.named_parameters()), copy.deepcopy(model.state_dict())):
+        torch.func.functional_call(model, parameters, (X.clone().requires_grad_(),)).sum().backward()
+    optimizer = AdamW(model.parameters(), 1e-3, recipe=level)
+    model(X).sum().backward()
+    model[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    assert optimizer.has_skipped
+    nn.init.zeros_(model[0].weight)
+    model(X)
+
+
 def test_options_of_adam():
     for name, wrong in (("betas", (0.9,)), ("betas", 0.9), ("seed", 1.5), ("lr", "1e-3"), ("lr", None)):
         with pytest.raises(ValueError, match=f"`{name}`: expected"):

@@ -428,3 +428,5 @@ def test_prepare_sets_the_recipe():
     assert optimizer.recipe == fp8jax.Recipe.O1 and model[0].weight.dtype == torch.float32
     with pytest.raises(ValueError, match="`recipe`: expected one with E4M3 weights.* got O2"):
         fp8jax_torch.prepare(model, AdamW(model.parameters(), recipe="O2"), "O3", "native")
+    with pytest.raises(ValueError, match="`optimizer`: expected one with the masters of"):
+        fp8jax_torch.prepare(model, AdamW(model.parameters(), recipe="O3"), "O3,master_weight=FP32", "native")

@@ -46,6 +46,8 @@ class FP8(Converted):
         """As torch's; takes a weight in two entries, too, see `safetensors_keys`."""
         join(state, f"{prefix}weight", self.weight.dtype)
         super()._load_from_state_dict(state, prefix, *args)  # pyright: ignore[reportAttributeAccessIssue]
+        if is_scaled(self.weight):
+            self.weight.moved_by = None
 
     def _matmul(self: Any, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         state, weight = self.fp8, self.weight
@@ -61,8 +63,22 @@ class FP8(Converted):
                 "`model`: expected one replica in a process; got one of nn.DataParallel's, which lose the "
                 "scaling state. Take torch.nn.parallel.DistributedDataParallel, or one GPU."
             )
+        _check_optimizer(state, weight)
         state.begin_forward()
         return matmul(x, weight, state, in_out=self.in_out, dtype=dtype)
+
+
+def _check_optimizer(state: ScalingState, weight: Any) -> None:
+    """Raises RuntimeError where an optimizer without the recipe's masters or rounding moved the weight."""
+    moved_by, recipe = getattr(weight, "moved_by", None), state.recipe
+    needed = recipe.master_weight, recipe.rounding[1]
+    if moved_by not in (None, needed) and needed != ("-", "nearest"):
+        raise RuntimeError(
+            f"`model`: expected an optimizer with master_weight={needed[0]} and rounding={needed[1]} of "
+            f"weights, which {recipe} needs; one with master_weight={moved_by[0]} and rounding={moved_by[1]} "
+            f"has moved `{state.path or '(root)'}`. Load the weights from before, and use "
+            f"fp8jax_torch.optim.AdamW(..., recipe={str(recipe)!r}), or give `prepare` the optimizer."
+        )
 
 
 class HighPrecision(Converted):

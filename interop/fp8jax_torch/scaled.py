@@ -42,7 +42,8 @@ class ScaledTensor(torch.Tensor):
 
     codes: Float[torch.Tensor, "..."]
     scale: Float[torch.Tensor, ""]
-    is_of_adam = False  # whether an optimizer of `fp8jax_torch.optim` has moved it
+    # `master_weight` and `rounding` of the optimizer that took the last step, see `optim.adam`.
+    moved_by: tuple[str, str] | None = None
 
     @staticmethod
     def __new__(

@@ -147,6 +147,8 @@ def _prepared(
         if (own.moments, own.rounding) != (recipe.moments, recipe.rounding):
             raise ValueError(f"`optimizer`: expected one with moments and rounding of {recipe}; got {own}.")
         check_recipe(told, [new.get(p, p) for group in optimizer.param_groups for p in group["params"]])
+        if recipe.master_weight not in ("-", own.master_weight):
+            raise ValueError(f"`optimizer`: expected one with the masters of {recipe}; got {own}.")
         optimizer.recipe = told
     elif has_formats:
         raise ValueError(
@@ -280,7 +282,6 @@ def advance_before_forward(model: nn.Module, inputs: Any) -> None:
         return
     states = _states(model)
     _check_processes(states)
-    _check_optimizer(model)
     advance(states)
 
 
@@ -289,22 +290,6 @@ def forget_hooks(model: nn.Module) -> None:
     for key, hook in list(model._forward_pre_hooks.items()):
         if hook is advance_before_forward or isinstance(hook, AdvanceAfterOtherOptimizer):
             del model._forward_pre_hooks[key]
-
-
-def _check_optimizer(model: nn.Module) -> None:
-    """Raises RuntimeError where an optimizer without the recipe's masters or rounding moved weights."""
-    for layer in [module for module in model.modules() if isinstance(module, FP8)]:
-        recipe, weight = layer.fp8.recipe, layer.weight
-        if not is_scaled(weight) or (recipe.master_weight == "-" and recipe.rounding[1] == "nearest"):
-            continue
-        old, layer.fp8.version = layer.fp8.version, _version(weight)
-        is_written = old not in (None, layer.fp8.version)
-        if layer.fp8.recorded is not None and is_written and not weight.is_of_adam:
-            raise RuntimeError(
-                f"`model`: expected an optimizer with master_weight={recipe.master_weight} and rounding="
-                f"{'+'.join(recipe.rounding)}, which {recipe} needs; another one wrote its weights. Use "
-                f"fp8jax_torch.optim.AdamW(..., recipe={str(recipe)!r}), or give `prepare` the optimizer."
-            )
 
 
 def _check_processes(states: list[ScalingState]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8jax import formats
 from fp8jax.formats import Format
@@ -241,8 +242,6 @@ class Adam(Skipping, torch.optim.Optimizer):
         if parameter.grad.is_sparse:
             raise RuntimeError("`params`: expected dense gradients; got a sparse one. Say sparse=False.")
         state = self.ensure_state(parameter)
-        if is_scaled(parameter):
-            parameter.is_of_adam = True
         self._refresh_written([parameter])
         second = SECOND_ROOT if SECOND_ROOT in names_in(state) else SECOND
         mu, nu, *high_precision = (entry_of(state, name) for name in (FIRST, second, "master", "remainder"))
@@ -329,6 +328,20 @@ def check_recipe(recipe: Recipe | None, parameters: list[Any]) -> None:
     """Raises ValueError if the recipe's weights are not those of the parameters."""
     if recipe is not None:
         check_weights(recipe, {casts.format_of(p.codes.dtype).name for p in parameters if is_scaled(p)})
+
+
+def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step of any optimizer: notes how it rounds scaled weights, which their layers check."""
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if is_scaled(parameter) and parameter.grad is not None:
+            parameter.moved_by = "-", "nearest"
+            if isinstance(optimizer, Adam):
+                recipe, has_master = optimizer.state_recipe, "master" in names_in(optimizer.state[parameter])
+                parameter.moved_by = recipe.master_weight if has_master else "-", recipe.rounding[1]
+
+
+# For all optimizers, since a model after `transform` knows none.
+register_optimizer_step_post_hook(_note_step)
 
 
 def _has_scale(name: str, format: Format) -> bool:

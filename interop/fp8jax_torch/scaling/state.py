@@ -48,20 +48,18 @@ class ScalingState(torch.nn.Module):
         has_optimizer: whether an optimizer that advances this state has taken a step, or ended gradients.
         is_without_optimizer: whether no optimizer was prepared with the model, so that a forward after a
             backward advances this state.
-        version: of the weight, at the last forward.
         process_group: of `torch.distributed`, the processes that train the layer; None for all. A copy has
-            None, as for `version`, and no optimizer.
+            None, and no optimizer.
     """
 
     recorded: torch.Tensor | None
     has_backward = is_called = has_optimizer = is_without_optimizer = False
     process_group: Any
-    version: tuple[int, int] | None
 
     def __init__(self, recipe: Recipe, device: torch.device | None = None, path: str = ""):
         super().__init__()
         self.recipe, self.path = recipe, path
-        self.recorded = self.process_group = self.version = None
+        self.recorded = self.process_group = None
         for name, buffer in self._first().items():
             self.register_buffer(name, buffer.to(device))
 
@@ -108,7 +106,7 @@ class ScalingState(torch.nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has other tensors.
-        return {**self.__dict__, "process_group": None, "version": None, "has_optimizer": False}
+        return {**self.__dict__, "process_group": None, "has_optimizer": False}
 
     def _apply(self, fn: Any, recurse: bool = True) -> "ScalingState":
         """A move to a device; the state stays float32 when the model is cast, and starts anew from "meta"."""
