@@ -290,3 +290,17 @@ def test_values_leave_by_dlpack(take):
     if take is torch.from_dlpack:
         got += 1
         assert weight.t().tolist() == x.tolist() != got.tolist()
+
+
+@pytest.mark.parametrize("take", [value, lambda x: x.dequantize(), lambda x: x.dequantize(torch.float32)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_differentiated(take, dtype):
+    """As in a penalty on the weights."""
+    weight = nn.Parameter(quantize(torch.randn(4, 3, dtype=dtype), formats.FP16))
+    take(weight).square().sum().backward()
+    assert weight.grad.dtype == dtype and type(weight.grad) is torch.Tensor
+    torch.testing.assert_close(weight.grad, 2 * value(weight.detach()))
+    with torch.no_grad():
+        assert not take(weight).requires_grad
+    assert not take(weight.detach()).requires_grad
+    assert weight.tolist() == value(weight.detach()).tolist()

@@ -86,12 +86,17 @@ class ScaledTensor(torch.Tensor):
         self.codes, self.scale = new.codes, new.scale
 
     def __setitem__(self, index: Any, new: Any) -> None:
-        plain = self.dequantize(torch.float32)
-        plain[index] = torch.as_tensor(value(new), dtype=plain.dtype, device=plain.device)
+        plain = self._dequantize(torch.float32)
+        plain[index] = torch.as_tensor(_value(new), dtype=plain.dtype, device=plain.device)
         self.copy_(plain)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Float[torch.Tensor, "..."]:
-        """The value as a plain tensor: `codes * scale`, computed in float32 and cast to `dtype`."""
+        """The value as a plain tensor, differentiable: `codes * scale`, in float32, cast to `dtype`."""
+        is_differentiated = self.requires_grad and torch.is_grad_enabled()
+        return _Dequantize.apply(self, dtype) if is_differentiated else self._dequantize(dtype)
+
+    def _dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`dequantize` without a gradient, as below autograd."""
         return (casts.to_float(self.codes) * self.scale).to(dtype or self.dtype)
 
     def requantize_(self, x: Float[torch.Tensor, "..."]) -> "ScaledTensor":
@@ -103,15 +108,15 @@ class ScaledTensor(torch.Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """The values as an array, not the codes; `numpy.asarray` calls this."""
-        return self.dequantize().numpy(force=force)
+        return self._dequantize().numpy(force=force)
 
     def __dlpack__(self, **options: Any) -> Any:
         """The values in new memory, as for `numpy`; `from_dlpack` of JAX, NumPy and torch calls this."""
-        return self.dequantize().__dlpack__(**options)
+        return self._dequantize().__dlpack__(**options)
 
     def tolist(self) -> Any:
         """The values as numbers."""
-        return self.dequantize().tolist()
+        return self._dequantize().tolist()
 
     def storage(self) -> Any:
         """Raises RuntimeError, which names the ways to save that do not need a storage."""
@@ -133,7 +138,7 @@ class ScaledTensor(torch.Tensor):
 
     def __repr__(self, **ignored: Any) -> str:
         name = casts.format_of(self.codes.dtype).name
-        return f"ScaledTensor({self.dequantize()!r}, format={name}, scale={self.scale.item():g})"
+        return f"ScaledTensor({self._dequantize()!r}, format={name}, scale={self.scale.item():g})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["codes", "scale"], self.dtype
@@ -185,7 +190,7 @@ def quantize(
         raise TypeError(f"`x`: expected a floating tensor to quantize; got {x.dtype}.")
     if format == formats.E8M0:
         raise ValueError("`format`: expected a format of tensors; got E8M0, a format of scales.")
-    dtype, x = x.dtype, value(x.detach()).float()
+    dtype, x = x.dtype, _value(x.detach()).float()
     if scale is None:
         scale = casts.scale_of(casts.amax(x), format.max, margin=margin, power_of_two=power_of_two)
         scale = scale.clamp(max=float(largest_scale(format.max, power_of_two=power_of_two)))
@@ -195,7 +200,7 @@ def quantize(
 
 def quantize_gradient(x: Float[torch.Tensor, "..."]) -> ScaledTensor:
     """A weight gradient in E4M3 on a new power-of-two scale; inf becomes NaN."""
-    x = value(x)
+    x = _value(x)
     # Saturated, inf would look like a large number.
     return quantize(torch.where(x.isfinite(), x, torch.nan), formats.E4M3, power_of_two=True)
 
@@ -206,8 +211,24 @@ def is_scaled(x: Any) -> TypeGuard[ScaledTensor]:
 
 
 def value(x: Any) -> Any:
-    """`x` dequantized if it is a `ScaledTensor`, else `x` itself."""
+    """`x` dequantized if it is a `ScaledTensor`, else `x` itself; differentiable."""
     return x.dequantize() if is_scaled(x) else x
+
+
+def _value(x: Any) -> Any:
+    """`value` without a gradient."""
+    return x._dequantize() if is_scaled(x) else x
+
+
+class _Dequantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: ScaledTensor, dtype: torch.dtype | None) -> torch.Tensor:
+        ctx.dtype = x.dtype
+        return x._dequantize(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0].to(ctx.dtype), None
 
 
 def _written(x: ScaledTensor) -> ScaledTensor:
@@ -226,7 +247,7 @@ def _on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
         def leaf(x: Any) -> Any:
             # FP16 codes have more bits than the bfloat16 of their model.
             is_float32 = is_written and is_scaled(x) and func.overloadpacket in _PROMOTING
-            plain = x.dequantize(torch.float32) if is_float32 else value(x)
+            plain = x._dequantize(torch.float32) if is_float32 else _value(x)
             if plain is not x and is_written:
                 written.append((x, plain))
             return plain
@@ -251,19 +272,19 @@ def _mapped(function: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., S
 def _to_copy(func: Any, x: ScaledTensor, **kwargs: Any) -> torch.Tensor:
     """A move to a device gives a `ScaledTensor`; a cast to another dtype gives a plain tensor."""
     if kwargs.get("dtype") not in (None, x.dtype):
-        return func(x.dequantize(), **kwargs)
+        return func(x._dequantize(), **kwargs)
     to = {key: kwargs[key] for key in ("device", "non_blocking") if kwargs.get(key) is not None}
     return ScaledTensor(x.codes.to(**to, copy=True), x.scale.to(**to, copy=True), x.dtype)
 
 
 def _copy(func: Any, x: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(x, ScaledTensor):
-        return func(x, value(source), non_blocking)
+        return func(x, _value(source), non_blocking)
     if isinstance(source, ScaledTensor) and source.codes.dtype == x.codes.dtype:
         x.codes.copy_(source.codes, non_blocking)
         x.scale.copy_(source.scale, non_blocking)
         return _written(x)
-    return x.requantize_(value(source).to(x.device).expand(x.shape))
+    return x.requantize_(_value(source).to(x.device).expand(x.shape))
 
 
 def _rescale(func: Any, x: Any, factor: Any, **kwargs: Any) -> Any:
