@@ -630,6 +630,29 @@ def test_bad_scales_are_not_loaded(bad):
         model.load_state_dict(saved)
 
 
+@pytest.mark.parametrize("changes", ["fp8_format=E4M3", "margin=2", "amax_compute_algo=most_recent"])
+def test_loaded_scales_are_of_the_recipe(changes):
+    """The scales of `te` map amaxes to the maxima of its formats; the amaxes are those of any recipe."""
+    models = [prepared(level)[0] for level in ("te", f"te,{changes}")]
+    for model in models:
+        for factor in (3, 1):
+            model(factor * X).square().sum().backward()
+            model[0].fp8.advance()
+            model[2].fp8.advance()
+    first = {"0.fp8.scale": torch.full((3,), 7.0), "0.fp8.amax_history": torch.zeros(3, 1024)}
+    for target, source in (models, models[::-1]):
+        other = prepared(str(report(target).recipe))[0]
+        history = target[0].fp8.amax_history.clone()
+        state = {**source.state_dict(), "0.fp8.amax_history": history}
+        saved = copy.deepcopy(state)
+        other.load_state_dict(state)
+        torch.testing.assert_close(other[0].fp8.scale, target[0].fp8.scale, rtol=0, atol=0)
+        assert (other[0].fp8.scale != source[0].fp8.scale).any()
+        assert torch.equal(state["0.fp8.scale"], saved["0.fp8.scale"])
+        other.load_state_dict({**state, **first})
+        assert other[0].fp8.scale.tolist() == [7, 7, 7]  # without an amax
+
+
 def test_frozen_layers_have_scales_of_their_inputs():
     """No backward reaches the first layer, and small inputs would vanish on the first scale."""
     model = net()

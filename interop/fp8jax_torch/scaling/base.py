@@ -61,5 +61,8 @@ class Scaling:
         """
         raise NotImplementedError
 
+    def convert(self, state: Any, saved: Any, prefix: str) -> None:
+        """Changes the saved buffers of a state dict, whose names have the prefix, to those of this recipe."""
+
     def update(self, state: Any) -> None:
         """Changes the buffers for the next step, by `state.recorded`."""

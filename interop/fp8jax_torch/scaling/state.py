@@ -122,13 +122,14 @@ class ScalingState(torch.nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:  # pyright: ignore
         """Accepts a checkpoint of the plain model, without scaling state; the state then stays unchanged.
 
-        Refuses scales that are zero, negative or not finite.
+        Takes the amaxes of another recipe, too. Refuses scales that are zero, negative or not finite.
         """
         metadata, strict, missing_keys, *errors = args
         scale = state_dict.get(f"{prefix}scale")
         if scale is not None and not casts.usable(scale[scale != UNSET]).all():
             errors[-1].append(f"{prefix}scale: expected finite positive scales; got {scale.tolist()}.")
             return
+        self.scaling.convert(self, state_dict, prefix)
         missing: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *errors)
         if any(name.startswith(prefix) for name in state_dict):

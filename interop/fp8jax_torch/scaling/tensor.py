@@ -75,14 +75,29 @@ class DelayedScaling(CurrentScaling):
             return scale
         return torch.where(scale == UNSET, super().scale(state, operand, amax), scale)
 
+    def convert(self, state: Any, saved: Any, prefix: str) -> None:
+        """Sets the scales by the amaxes: the maxima of the saved scales' formats may be other ones.
+
+        With interval > 1 the scales stay, since they may be older than the amaxes.
+        """
+        scale, history = (saved.get(prefix + name) for name in ("scale", "amax_history"))
+        if self.recipe.interval > 1 or scale is None or history is None:
+            return
+        if (scale.shape, history.shape) == (state.scale.shape, state.amax_history.shape):
+            saved[f"{prefix}scale"] = self._scale_of(history.float(), scale.to(history.device))
+
+    def _scale_of(self, history: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+        """The scales by the history of amaxes; `otherwise` where it has none."""
+        amaxes = history[:, 0] if self.recipe.amax_compute_algo == "most_recent" else history.amax(1)
+        limits = [self.format(operand).max for operand in (LHS, RHS, GRAD)]
+        limits = torch.tensor(limits, device=amaxes.device)
+        return casts.scale_of(amaxes, limits, margin=self.recipe.margin, otherwise=otherwise)
+
     def update(self, state: Any) -> None:
         """Moves the recorded amaxes into the history, and sets the scales of the next step."""
         recipe, recorded = self.recipe, state.recorded.to(state.scale.device)
         history = torch.cat([recorded[:, None], state.amax_history[:, :-1]], 1)
-        amaxes = recorded if recipe.amax_compute_algo == "most_recent" else history.amax(1)
-        limits = [self.format(operand).max for operand in (LHS, RHS, GRAD)]
-        limits = torch.tensor(limits, device=amaxes.device)
-        scale = casts.scale_of(amaxes, limits, margin=recipe.margin, otherwise=state.scale)
+        scale = self._scale_of(history, state.scale)
         if recipe.interval > 1:
             is_due = state.step == 0
             if recipe.first_scale != "one":  # the first scale of an operand does not wait
