@@ -62,6 +62,19 @@ def test_casts_equal_jaxs(format):
         lambda w: w.addcdiv_(torch.tensor([0.0, 1.0]), torch.ones(2), value=-0.25),
         lambda w: w.clamp_(-1.25, 1.25),
         lambda w: w.masked_fill_(torch.tensor([False, True]), 1.25),
+        lambda w: w.clamp_max_(1.25),
+        lambda w: torch._foreach_add_([w], [torch.tensor([0.0, -1.0], dtype=torch.bfloat16)], alpha=0.25),
+        lambda w: torch._foreach_sub_([w], [torch.tensor([0.0, 1.0], dtype=torch.bfloat16)], alpha=0.25),
+        lambda w: torch._foreach_mul_([w], [torch.tensor([1.0, 0.5], dtype=torch.bfloat16)]),
+        lambda w: torch._foreach_div_([w], [torch.tensor([1.0, 2.0], dtype=torch.bfloat16)]),
+        lambda w: torch._foreach_addcmul_([w], [torch.tensor([0.0, 1.0])], [torch.ones(2)], value=-0.25),
+        lambda w: torch._foreach_addcdiv_([w], [torch.tensor([0.0, 1.0])], [torch.ones(2)], value=-0.25),
+        lambda w: torch._foreach_addcdiv_(
+            [w], *([torch.tensor([0, 1], dtype=w.dtype)], [w.float()]), [-0.25]
+        ),
+        lambda w: torch._foreach_clamp_max_([w], 1.25),
+        lambda w: torch._foreach_clamp_max_([w], [torch.tensor([2.0, 1.25], dtype=torch.bfloat16)]),
+        lambda w: [torch._foreach_clamp_min_([w.mul_(-1)], -1.25), w.mul_(-1)],
     ],
 )
 def test_writes_leave_the_other_bits(write):

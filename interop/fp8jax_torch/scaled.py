@@ -325,9 +325,9 @@ def _empty_like(func: Any, x: ScaledTensor, **kwargs: Any) -> torch.Tensor:
 
 
 # Operations that write to float32 from tensors of other dtypes.
-_PROMOTING = {
-    getattr(_aten, name) for name in "add_ sub_ mul_ div_ addcmul_ addcdiv_ clamp_ masked_fill_".split()
-}
+_IN_LISTS = "add_ sub_ mul_ div_ addcmul_ addcdiv_ clamp_min_ clamp_max_".split()  # as optimizers write
+_PROMOTING = {getattr(_aten, name) for name in (*_IN_LISTS, "clamp_", "masked_fill_")}
+_PROMOTING |= {getattr(_aten, f"_foreach_{name}") for name in _IN_LISTS}
 _NEW = "zeros_like ones_like full_like new_empty new_zeros new_ones new_full".split()
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     _aten.detach.default: _mapped(torch.Tensor.detach),
