@@ -662,6 +662,15 @@ def test_defect_7_odd_layers_and_norms():
     bare(x).sum().backward()
 
 
+@pytest.mark.parametrize("recipe", ["te", "fp8", "te,scaling=current", "block", "bf16"])
+def test_complex_layers_stay(recipe):
+    net = nn.Sequential(nn.Linear(16, 16, dtype=torch.complex64), nn.Linear(16, 16))
+    model = transform(net, recipe)
+    assert report(model).rows[0].reason == "its weight is complex64"
+    x = torch.randn(4, 16, dtype=torch.complex64)
+    torch.testing.assert_close(model[0](x), net[0](x), rtol=0, atol=0)
+
+
 def test_defect_9_excluded_layers_are_reported():
     recipe = Recipe.from_accelerate({"backend": "te"})
     for model in (transform(Net(), recipe), prepare(Net(), None, recipe)[0]):

@@ -68,6 +68,9 @@ def why_not_converted(module: nn.Module) -> str | None:
         return "its shape is not known before its first call"
     if module._parameters.get("weight") is None:
         return "its weight is not a parameter but computed from others"
+    weight: Any = module.weight
+    if not weight.is_floating_point():
+        return f"its weight is {str(weight.dtype).removeprefix('torch.')}"
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return "nn.MultiheadAttention reads its weight and does not call it"
     if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
