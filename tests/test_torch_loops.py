@@ -919,6 +919,18 @@ def test_writes_by_no_optimizer_are_legal(level):
     model(X)
 
 
+@pytest.mark.parametrize("level", [*LEVELS, "fp8", "nvfp4"])
+def test_inference_mode(level):
+    """Its tensors count no writes."""
+    with torch.inference_mode():
+        for model in (transform(net(), level), prepared(level)[0]):
+            model[2].weight[0, 0] = 2.0
+            assert torch.equal(model(X), model(X))
+        torch._foreach_mul_([model[0].weight], 0.5)
+        model.load_state_dict(net().state_dict())
+        assert copy.deepcopy(prepared(level)[1]).state_dict()["skipped"] == 0
+
+
 def test_options_of_adam():
     for name, wrong in (("betas", (0.9,)), ("betas", 0.9), ("seed", 1.5), ("lr", "1e-3"), ("lr", None)):
         with pytest.raises(ValueError, match=f"`{name}`: expected"):

@@ -231,6 +231,11 @@ class _Dequantize(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
+def version_of(x: torch.Tensor) -> int:
+    """How often a plain tensor was written; -1 for a tensor of inference mode, which does not count."""
+    return -1 if x.is_inference() else x._version
+
+
 def _written(x: ScaledTensor) -> ScaledTensor:
     """Returns `x`, and counts a write for the backward's check; below autograd torch does not."""
     torch.autograd.graph.increment_version((x.codes, x.scale))

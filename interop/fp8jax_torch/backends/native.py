@@ -23,7 +23,7 @@ from fp8jax_torch.optim.adam import check_recipe
 from fp8jax_torch.optim.entries import NO_E4M4
 from fp8jax_torch.optim.skipping import Skipping, skipping
 from fp8jax_torch.processes import are_several
-from fp8jax_torch.scaled import is_scaled, quantize
+from fp8jax_torch.scaled import is_scaled, quantize, version_of
 from fp8jax_torch.scaling import SCALINGS, ScalingState, advance, is_in_backward, of_recipe
 
 NAME = "native"
@@ -270,7 +270,7 @@ class AdvanceAfterOtherOptimizer:
 def _version(parameter: Any) -> tuple[int, int]:
     """Changes whenever a parameter is written."""
     stored = parameter.codes if is_scaled(parameter) else parameter
-    return id(stored), stored._version
+    return id(stored), version_of(stored)
 
 
 def advance_before_forward(model: nn.Module, inputs: Any) -> None:

@@ -47,7 +47,7 @@ from fp8jax_torch.optim.step import (
     is_16_bits,
     take_step,
 )
-from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
+from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value, version_of
 
 # Gradients below this limit, squared, are far from float32's max.
 _SAFE = 2.0**60
@@ -352,7 +352,7 @@ def _version(parameter: Any) -> tuple[Any, Any]:
     """Changes whenever a scaled parameter is written: the first part by a write to the codes."""
     if not is_scaled(parameter):
         return None, None
-    return (id(parameter.codes), parameter.codes._version), parameter.scale._version
+    return (id(parameter.codes), version_of(parameter.codes)), version_of(parameter.scale)
 
 
 def _seen(parameter: Any) -> tuple[tuple[Any, Any], Any]:
