@@ -58,8 +58,13 @@ def adam(model):
     return torch.optim.AdamW(model.parameters(), 1e-4)
 
 
+def with_empty_group(model):
+    return torch.optim.SGD([{"params": []}, {"params": list(model.parameters())}], RATE)
+
+
 WAYS: dict[str, Any] = {
     "ddp": lambda: prepared(DistributedDataParallel),
+    "ddp, empty group": lambda: prepared(DistributedDataParallel, make=with_empty_group),
     "ddp, transform": lambda: transformed(DistributedDataParallel),
     "ddp, accumulated": lambda: prepared(DistributedDataParallel),
     "ddp, no_sync": lambda: prepared(DistributedDataParallel),

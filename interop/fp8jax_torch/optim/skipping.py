@@ -63,7 +63,7 @@ class Skipping:
         """Whether the gradients of all processes are finite; in FSDP each has other shards of them."""
         if not are_several(self.process_group):
             return is_finite
-        device = self.param_groups[0]["params"][0].device
+        device = next(parameter.device for group in self.param_groups for parameter in group["params"])
         flag = torch.tensor(float(not is_finite), device=device)
         return not largest_of_all(flag, self.process_group).item()
 
