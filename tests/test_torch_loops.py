@@ -349,6 +349,25 @@ def test_torchs_optimizer_continues_from_dequantized_moments(level):
     assert (weight - own).norm() < 0.04 * own.norm()  # E4M3 rounds by 2.6%
 
 
+@pytest.mark.parametrize("is_decoupled", [False, True])
+def test_dequantized_state_has_the_kind_of_weight_decay(is_decoupled):
+    """torch's Adam has it as an option, which is False in a state without it."""
+
+    def make(parameters):
+        return torch.optim.Adam(parameters, 1e-2, weight_decay=0.1, decoupled_weight_decay=is_decoupled)
+
+    model = net()
+    model, optimizer = prepare(model, make(model.parameters()), "O2")
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    train(model, optimizer)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].pop("decoupled_weight_decay", None)  # as in older states
+    optimizer.load_state_dict(saved)
+    torchs = make([{"params": dequantize(model).parameters()}, {"params": [torch.ones(3)]}])
+    torchs.load_state_dict(optim.dequantize(optimizer.state_dict()))
+    assert [group["decoupled_weight_decay"] for group in torchs.param_groups] == [is_decoupled] * 2
+
+
 @pytest.mark.parametrize("level", ["O2", "O3", "fp8"])
 def test_states_with_older_names_load(level):
     """Codes had the names of plain entries."""

@@ -180,7 +180,8 @@ def _as_ours(optimizer: Any, recipe: Recipe, new: dict[nn.Parameter, nn.Paramete
         groups.append({**options, "params": [new.get(old, old) for old in group["params"]]})
     ours = (AdamW if base.is_decoupled(optimizer) else Adam)(groups, recipe=recipe)
     # Of groups that are added later.
-    ours.defaults |= {name: optimizer.defaults[name] for name in ours.defaults.keys() & optimizer.defaults}
+    names = ours.defaults.keys() & optimizer.defaults.keys() - {"decoupled_weight_decay"}
+    ours.defaults |= {name: optimizer.defaults[name] for name in names}
     for group in optimizer.param_groups:
         for old in group["params"]:
             parameter: Any = new.get(old, old)

@@ -112,7 +112,9 @@ class Adam(Skipping, torch.optim.Optimizer):
                 raise ValueError(f"`{name}`: expected 0 or more{below}{kind}; got {option!r}.")
         self.recipe = None if recipe is None else Recipe.parse(recipe)
         self._versions: dict[torch.Tensor, Any] = {}  # of parameters, when their masters were written
-        super().__init__(params, {**options, "maximize": maximize})
+        # The last as torch's option, for `dequantize`.
+        options |= {"maximize": maximize, "decoupled_weight_decay": self.decoupled}
+        super().__init__(params, options)
 
     def add_param_group(self, param_group: Any) -> None:
         """See torch."""
@@ -313,6 +315,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             self.state[parameter] = with_codes(entries)
         for group in self.param_groups:  # that torch's optimizer saved
             group.setdefault("seed", self.defaults["seed"])
+            group["decoupled_weight_decay"] = self.decoupled
         # The weights and masters of a copy are of the same step.
         self._versions = {parameter: _seen(parameter) for parameter in self.state}
 
