@@ -950,6 +950,38 @@ def test_inference_mode(level):
         assert copy.deepcopy(prepared(level)[1]).state_dict()["skipped"] == 0
 
 
+TRANSFORMS = {
+    "torch.jit.trace": lambda model: torch.jit.trace(model, (X,), check_trace=False),
+    "torch.export": lambda model: torch.export.export(model, (X,)),
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(X),
+    "vmap": lambda model: torch.func.vmap(model)(X),
+    "jvp": lambda model: torch.func.jvp(model, (X,), (X,)),
+}
+
+
+@pytest.mark.parametrize("level", ["te", "fp8", "te,scaling=current", "block"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_fp8_layers_are_refused(name, level):
+    got = name if "." in name else "a transform of torch.func"
+    for part in (model := transform(net(), level), model[0]):
+        with pytest.raises(RuntimeError, match=f"got {got}. Take .*dequantize"):
+            TRANSFORMS[name](part)
+    TRANSFORMS[name](dequantize(model))
+
+
+@pytest.mark.parametrize("level", ["te", "te,scaling=current"])
+def test_differentiated_steps(level):
+    """MAML's: a step on parameters that are passed to the model."""
+    model = transform(net(), level)
+    own = dict(model.named_parameters())
+    loss = torch.func.functional_call(model, own, (X,)).square().mean()
+    grads = torch.autograd.grad(loss, list(own.values()))
+    fast = {name: p - 0.1 * grad for (name, p), grad in zip(own.items(), grads, strict=True)}
+    new = torch.func.functional_call(model, fast, (X,)).square().mean()
+    new.backward()
+    assert new < loss and all(p.grad is not None for p in model.parameters())
+
+
 def test_options_of_adam():
     for name, wrong in (("betas", (0.9,)), ("betas", 0.9), ("seed", 1.5), ("lr", "1e-3"), ("lr", None)):
         with pytest.raises(ValueError, match=f"`{name}`: expected"):

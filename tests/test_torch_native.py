@@ -669,6 +669,9 @@ def test_complex_layers_stay(recipe):
     assert report(model).rows[0].reason == "its weight is complex64"
     x = torch.randn(4, 16, dtype=torch.complex64)
     torch.testing.assert_close(model[0](x), net[0](x), rtol=0, atol=0)
+    if recipe != "bf16":
+        with pytest.raises(RuntimeError, match="`1`: expected a real input; got torch.complex64"):
+            model(x)
 
 
 def test_defect_9_excluded_layers_are_reported():

@@ -16,6 +16,7 @@ from fp8jax_torch.scaling import ScalingState
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -136,6 +137,14 @@ def alone(rank):
     return states_of(train(*pair, X[rank], ""))
 
 
+def tensor_parallel(recipe, rank):
+    """The loss of a model whose layers are split over the processes, and the loss of the whole model."""
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(net(), init_device_mesh("cpu", (2,)), plan)
+    models = transform(model, recipe, inplace=True), transform(net(), recipe)
+    return torch.stack([model(X[0]).square().mean() for model in models]).detach()
+
+
 def on_two(rank, folder):
     """One of the two processes: writes what each way gives, or its error."""
     torch.set_num_threads(1)
@@ -144,6 +153,9 @@ def on_two(rank, folder):
     found = {}
     calls = {way: functools.partial(trained, way, rank) for way in WAYS}
     calls |= {"skips": lambda: skips(rank), "alone": lambda: alone(rank), "step": early.step}
+    calls |= {
+        name: functools.partial(tensor_parallel, name, rank) for name in ("te,scaling=current", "te", "block")
+    }
     calls["prepare"] = lambda: prepared(recipe="O2", make=adam)
     for name, call in calls.items():
         try:
@@ -180,6 +192,15 @@ def test_amaxes_are_the_largest_of_all_processes(way, found):
     first, second = (results[way] for results in found)
     assert torch.equal(first, second)
     torch.testing.assert_close(first, as_one_process(way), rtol=1 / 16, atol=0)
+
+
+def test_tensor_parallelism(found):
+    """torch merges the amaxes of the processes' parts only where they are computed in the forward."""
+    for results in found:
+        part, whole = results["te,scaling=current"]
+        torch.testing.assert_close(part, whole, rtol=0.02, atol=0)
+        for recipe in ("te", "block"):
+            assert "expected scaling=current with tensor parallelism" in results[recipe]
 
 
 def test_processes_skip_a_step_together(found):

@@ -38,8 +38,16 @@ def matmul(
     `ScaledTensor`.
 
     Raises:
-        RuntimeError: the input has another number of features than the weight.
+        RuntimeError: the input is complex, or has another number of features than the weight; or torch
+            traces, exports or transforms the call, or splits the weight over processes.
     """
+    _check_no_transform()
+    if hasattr(weight, "placements") and state.recipe.scaling != "current":  # a DTensor
+        raise RuntimeError(
+            f"`model`: expected scaling=current with tensor parallelism; got {state.recipe.scaling}."
+        )
+    if x.is_complex():
+        raise RuntimeError(f"`{state.path or '(root)'}`: expected a real input; got {x.dtype}.")
     features = weight.shape[0 if in_out else 1]
     if x.shape[-1] != features:
         raise RuntimeError(  # as torch's layer does
@@ -49,6 +57,23 @@ def matmul(
         matrix = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 is undefined with a size of 0
         out: Any = _Matmul.apply(matrix, weight, state, in_out, dtype, torch.is_grad_enabled())
         return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def _check_no_transform() -> None:
+    """Raises RuntimeError where torch traces, exports or transforms the call; `torch.compile` is legal."""
+    got = "torch.jit.trace" if torch.jit.is_tracing() else ""  # pyright: ignore[reportPrivateImportUsage]
+    if torch.compiler.is_exporting():
+        got = "torch.export"
+    elif not torch.compiler.is_compiling():
+        # torch has no public way to ask for its transforms; `test_transforms_of_fp8_layers_are_refused`.
+        functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+        is_transformed = functorch.peek_interpreter_stack() is not None
+        got = "a transform of torch.func" if is_transformed else got
+    if got:
+        raise RuntimeError(
+            f"`model`: expected a plain call of an FP8 layer; got {got}. Take "
+            "`fp8jax_torch.dequantize(model)`."
+        )
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -208,7 +208,8 @@ class Adam(Skipping, torch.optim.Optimizer):
 
         After a multiplication of the weight in place, which changes only the scale, the master is multiplied.
         """
-        state, weight = self.ensure_state(parameter), parameter.detach()
+        state: Any = self.ensure_state(parameter)
+        weight = parameter.detach()
         master, remainder = entry_of(state, "master"), state.get("remainder")
         old_version, old_scale = self._versions.get(parameter, ((None, None), None))
         version, scale = self._versions[parameter] = _seen(parameter)
