@@ -94,13 +94,13 @@ def measure(name: str, folder: pathlib.Path, layers: int, width: int, loads: int
     like = like_of(name, layers, width)
     files = list(folder.glob("*.safetensors"))
     bytes_of_folder = sum(file.stat().st_size for file in files)
-    before, seconds = peak(), []
-    for _ in range(loads):
+    before, seconds, grown, arrays = peak(), [], 0, 0
+    for number in range(loads):
         begun = cpu_seconds()
         loaded = jax.block_until_ready(load(folder, like=like, mapping="llama"))
         seconds.append(cpu_seconds() - begun)
-        arrays = sum(x.nbytes for x in jax.tree.leaves(loaded))
-        grown = peak() - before if len(seconds) == 1 else grown
+        if number == 0:
+            grown, arrays = peak() - before, sum(x.nbytes for x in jax.tree.leaves(loaded))
         del loaded
     begun, buffer = cpu_seconds(), bytearray(1 << 20)
     for file in files:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.core
 
 from fp8jax.adapters.linen.boxes import with_plain_boxes
 from fp8jax.adapters.linen.model import LinenModel, check_same, leaves_of, module_variables
