@@ -28,7 +28,7 @@ ROWS = (
         0,
         ("formats.py",),
         "number formats",
-        "number formats as data: E4M3, E5M2, E8M0, E2M1, FP16, BF16, FP32",
+        "number formats as data: E4M3, E5M2, E4M4, E8M0, E2M1, FP16, BF16, FP32",
     ),
     Row(0, ("variables.py",), "collections", "names of collections of variables"),
     Row(
