@@ -54,6 +54,7 @@ def test_the_dry_run_leaves_a_whole_record(gpu, tmp_path):
         "fp8jax",
         "fp8jax, kernel (k, n)",
         "block",
+        "block, weight gradient",
         "mxfp8",
         "nvfp4",
         "block, least speed / the FP8 GEMM's",
