@@ -364,5 +364,6 @@ def test_a_recipe_in_the_rates_place_is_refused(make, rate):
 
 @pytest.mark.parametrize("tx", [adamw(1e-3, "fp8"), adamw_8bit(1e-3)])
 def test_strict_dtypes(strict_dtypes, tx):
+    """A compiled step promotes no dtype, or JAX raises."""
     params = {"w": quantize(jnp.ones((64, 64)), "FP16", power_of_two=True)}
-    tx.update({"w": jnp.ones((64, 64))}, tx.init(params), params)
+    jax.jit(tx.update)({"w": jnp.ones((64, 64))}, tx.init(params), params)

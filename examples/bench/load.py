@@ -78,7 +78,7 @@ def write(folder: pathlib.Path, format: str, layers: int, width: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process, in user code and in the kernel."""
+    """CPU seconds of this process so far, in user code and in the kernel."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
