@@ -93,6 +93,7 @@ def test_load_counts_the_bytes_of_arrays(bench):
     assert all(row["first s"] > 0 for row in rows)
 
 
+@pytest.mark.long
 def test_fp4_bias_measures_gradients(bench):
     [rows] = json.loads(bench("fp4_bias", "--tiny", "--json", "--fp4-options", "", "46+eden")).values()
     assert [row["fp4_options"] for row in rows] == ["none", "46+eden"]
