@@ -163,3 +163,18 @@ def test_a_step_to_inf_or_nan_is_skipped(recipe, is_gpu, options, weight, gradie
     assert int(skipped(state)) == count
     assert jnp.all(jnp.isfinite(new["w"]))
     assert bool(jnp.all(new["w"] == params["w"])) == bool(count)
+
+
+@pytest.mark.parametrize("recipe", ["O2", "fp8"])
+def test_programs_for_a_cpu_grow_with_the_tensors(recipe):
+    """Not with their square: no kernel computes again what all tensors' gradients say."""
+
+    def size(count):
+        weight = quantize(jnp.ones((64, 64)), formats.FP16, power_of_two=True)
+        params = {f"w{i}": weight for i in range(count)}
+        grads = {name: quantize(jnp.ones((64, 64)), formats.E4M3, power_of_two=True) for name in params}
+        tx = adamw(1e-3, recipe)
+        compiled = jax.jit(tx.update).lower(grads, tx.init(params), params).compile()
+        return len(compiled.as_text().splitlines())
+
+    assert size(16) < 2.2 * size(8)
