@@ -11,12 +11,13 @@ It has no derivative: it is used inside custom derivative rules, whose results a
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.core
 import jax.extend.core as jex
+import jax.numpy as jnp
 from jax import lax
 
 # What `jax.shard_map(..., check_vma=...)` sets has no public API.
@@ -259,6 +260,15 @@ def with_sharding(x: Shaped[Array, "..."], sharding: Any) -> Shaped[Array, "..."
     """`x` with this sharding, on a mesh with explicit or automatic axes."""
     is_explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return jax.sharding.reshard(x, sharding) if is_explicit else lax.with_sharding_constraint(x, sharding)
+
+
+def any_of(flags: Sequence[jax.Array]) -> jax.Array:
+    """Whether any of these bools of shape () holds.
+
+    XLA makes `or`s of `jnp.any(jnp.stack(flags))`, and a CPU computes them again in each kernel that asks, so
+    that a step of n tensors has n**2 of them. It keeps a reduction of integers.
+    """
+    return jnp.max(jnp.stack(flags).astype(jnp.int32)) > 0
 
 
 def capability_of(device: Any) -> tuple[int, int] | None:

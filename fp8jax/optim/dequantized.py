@@ -35,7 +35,7 @@ from fp8jax.optim.state.stored_formats import first_roundings
 from fp8jax.optim.step.codecs import select
 from fp8jax.optim.step.weight_remainder import decode_weight, encode_plain, encode_weight, is_rounded
 from fp8jax.optim.transforms import plain_mask, takes_variables
-from fp8jax.platforms import with_auto_axes
+from fp8jax.platforms import any_of, with_auto_axes
 from fp8jax.quantization import (
     amax,
     format_of,
@@ -172,18 +172,18 @@ def _value_of(leaf: Any, remainder: Any, row: Any) -> Any:
 def _are_finite(tree: Any) -> jax.Array:
     """Whether all floats of a tree are finite."""
     arrays = map(jnp.asarray, jax.tree.leaves(tree))
-    return jnp.all(jnp.stack([amax(x) < jnp.inf for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]))
+    return jnp.all(jnp.stack([amax(x) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]) < jnp.inf)
 
 
 def _stays_finite(old: Any, new: Any) -> jax.Array:
     """Whether no entry of a state became infinite or NaN; `reduce_on_plateau` begins with infinities."""
     pairs = zip(jax.tree.leaves(old), map(jnp.asarray, jax.tree.leaves(new)), strict=True)
-    stays = [
-        jnp.isfinite(y) | jnp.isnan(x) | (jnp.isinf(x) & ~jnp.isnan(y))
+    changes = [
+        ~(jnp.isfinite(y) | jnp.isnan(x) | (jnp.isinf(x) & ~jnp.isnan(y)))
         for x, y in pairs
         if jnp.issubdtype(y.dtype, jnp.floating)
     ]
-    return jnp.all(jnp.stack([jnp.all(each) for each in [jnp.ones((), bool), *stays]]))
+    return ~any_of([jnp.zeros((), bool), *map(jnp.any, changes)])
 
 
 def _written(

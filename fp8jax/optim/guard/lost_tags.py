@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from fp8jax.optim.guard.replace_update import ReplaceUpdate, refuse_replaced
 from fp8jax.optim.guard.spoilt_scales import is_spoilt, restored, spoilt
-from fp8jax.platforms import is_at_hand
+from fp8jax.platforms import any_of, is_at_hand
 from fp8jax.quantization import ScaledArray, ScaledGradient, amax, is_scaled
 from fp8jax.variables import PARAMS, has_params
 
@@ -87,7 +87,7 @@ def spoilt_updates(updates: Any, params: Any, broken: list[Any], grads: Any) -> 
     ]
     if not flags:
         return updates
-    is_lost = jnp.any(jnp.stack(flags))
+    is_lost = any_of(flags)
 
     def chosen(leaf: Any, update: Any, flag: Any) -> Any:
         if not is_scaled(leaf):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fp8jax.platforms import any_of
 from fp8jax.quantization import ABSURD, NO_TAG, is_scaled
 
 
@@ -37,12 +38,17 @@ def faults_by_tensor(grads: list[Any], amaxes: list[list[jax.Array]]) -> tuple[j
     """
     largest = [jnp.max(amax) for found in amaxes for amax in found]
     ok = jnp.all(jnp.stack([jnp.zeros((), jnp.float32), *largest]) < jnp.inf)
-    of_scaled = [(grad.scale, found) for grad, found in zip(grads, amaxes, strict=True) if is_scaled(grad)]
-    if not of_scaled:
+    lost = [
+        _is_lost(grad.scale, jnp.stack([*map(jnp.max, found)]))
+        for grad, found in zip(grads, amaxes, strict=True)
+        if is_scaled(grad)
+    ]
+    if not lost:
         return ok, None
-    has_no_tag = jnp.stack([jnp.any(scale == NO_TAG) for scale, _ in of_scaled])
-    of_params = jnp.stack([jnp.max(jnp.stack([*map(jnp.max, found)])) for _, found in of_scaled])
-    # A reduction of what the stacks do not hold themselves. XLA makes scalar operations of a stack's own, and
-    # computes them again in every kernel that asks for `ok`: n tensors compile in n**2 time.
-    is_lost = jnp.any(has_no_tag & ~(of_params < ABSURD))
+    is_lost = any_of(lost)
     return ok & ~is_lost, is_lost
+
+
+def _is_lost(scales: jax.Array, amaxes: jax.Array) -> jax.Array:
+    """Whether a gradient on these scales lost its tag, and is not zero: its parameter's amaxes tell."""
+    return jnp.any(scales == NO_TAG) & ~(jnp.max(amaxes) < ABSURD)
