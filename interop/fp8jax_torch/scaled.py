@@ -42,7 +42,7 @@ class ScaledTensor(torch.Tensor):
 
     codes: Float[torch.Tensor, "..."]
     scale: Float[torch.Tensor, ""]
-    # `master_weight` and `rounding` of the optimizer that took the last step, see `optim.adam`.
+    # `master_weight` and `rounding` of the optimizer that took the last step, see `optim.written`.
     moved_by: tuple[str, str] | None = None
 
     @staticmethod
@@ -229,11 +229,6 @@ class _Dequantize(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grads[0].to(ctx.dtype), None
-
-
-def version_of(x: torch.Tensor) -> int:
-    """How often a plain tensor was written; -1 for a tensor of inference mode, which does not count."""
-    return -1 if x.is_inference() else x._version
 
 
 def _written(x: ScaledTensor) -> ScaledTensor:

@@ -22,8 +22,9 @@ from fp8jax_torch.optim import Adam, AdamW
 from fp8jax_torch.optim.adam import check_recipe
 from fp8jax_torch.optim.entries import NO_E4M4
 from fp8jax_torch.optim.skipping import Skipping, skipping
+from fp8jax_torch.optim.written import version_of
 from fp8jax_torch.processes import are_several
-from fp8jax_torch.scaled import is_scaled, quantize, version_of
+from fp8jax_torch.scaled import is_scaled, quantize
 from fp8jax_torch.scaling import SCALINGS, ScalingState, advance, is_in_backward, of_recipe
 
 NAME = "native"
@@ -258,7 +259,7 @@ class AdvanceAfterOtherOptimizer:
         if any(state.has_optimizer for state in states):
             return
         parameters = list(model.parameters())
-        old, self.versions = self.versions, [_version(parameter) for parameter in parameters]
+        old, self.versions = self.versions, [*map(version_of, parameters)]
         is_written = old not in (None, self.versions)
         if is_written or all(parameter.grad is None for parameter in parameters):
             if any(state.has_backward for state in states):
@@ -266,12 +267,6 @@ class AdvanceAfterOtherOptimizer:
 
     def __reduce__(self) -> Any:  # a copy has other parameters
         return AdvanceAfterOtherOptimizer, ()
-
-
-def _version(parameter: Any) -> tuple[int, int]:
-    """Changes whenever a parameter is written."""
-    stored = parameter.codes if is_scaled(parameter) else parameter
-    return id(stored), version_of(stored)
 
 
 def advance_before_forward(model: nn.Module, inputs: Any) -> None:

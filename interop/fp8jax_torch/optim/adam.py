@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8jax import formats
 from fp8jax.formats import Format
@@ -38,19 +37,16 @@ from fp8jax_torch.optim.entries import (
     names_in,
     with_codes,
 )
-from fp8jax_torch.optim.skipping import Skipping, largest
+from fp8jax_torch.optim.skipping import Skipping, stays_finite
 from fp8jax_torch.optim.step import (
     REMAINDER_STEP,
     AdamScalars,
     ParamState,
-    amaxes_of_step,
     is_16_bits,
     take_step,
 )
-from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value, version_of
-
-# Gradients below this limit, squared, are far from float32's max.
-_SAFE = 2.0**60
+from fp8jax_torch.optim.written import version_and_scale, version_of
+from fp8jax_torch.scaled import ScaledTensor, is_scaled, quantize, value
 
 
 class Adam(Skipping, torch.optim.Optimizer):
@@ -129,6 +125,11 @@ class Adam(Skipping, torch.optim.Optimizer):
         """The recipe for the formats of the state: O3 if `recipe` is None."""
         return Recipe.O3 if self.recipe is None else self.recipe
 
+    def rounds(self, parameter: torch.Tensor) -> tuple[str, str]:
+        """`master_weight` and `rounding` of a parameter's steps, for `optim.written`."""
+        has_master = "master" in names_in(self.state[parameter])
+        return self.state_recipe.master_weight if has_master else "-", self.state_recipe.rounding[1]
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One step, skipped if a new weight or moment is not finite; returns what `closure` returns."""
@@ -142,7 +143,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             for leaf, (group, parameter) in enumerate(listed)
             if parameter.grad is not None
         ]
-        self.has_skipped = not self.agrees(_is_finite(parameters))
+        self.has_skipped = not self.agrees(stays_finite(parameters))
         if self.has_skipped:
             self.skipped += 1
             return loss
@@ -152,7 +153,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             codes, new = (x.codes if is_scaled(x) else x for x in (parameter, state.weight))
             if not codes.is_contiguous():  # the step wrote to a contiguous copy
                 codes.copy_(new)
-            self._versions[parameter] = _seen(parameter)
+            self._versions[parameter] = version_and_scale(parameter)
         return loss
 
     def ensure_state(
@@ -167,7 +168,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             if entry_of(state, name) is not None:
                 continue
             if name in ("master", "remainder"):
-                self._versions[parameter] = _seen(parameter)
+                self._versions[parameter] = version_and_scale(parameter)
             first = torch.zeros(parameter.shape, device=parameter.device)
             if name == "master":
                 first = value(parameter.detach()) if master is None else master
@@ -212,7 +213,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         weight = parameter.detach()
         master, remainder = entry_of(state, "master"), state.get("remainder")
         old_version, old_scale = self._versions.get(parameter, ((None, None), None))
-        version, scale = self._versions[parameter] = _seen(parameter)
+        version, scale = self._versions[parameter] = version_and_scale(parameter)
         if version[0] == old_version[0] and version != old_version:
             if master is not None:
                 (master.scale if is_scaled(master) else master).mul_(scale / old_scale)
@@ -238,7 +239,7 @@ class Adam(Skipping, torch.optim.Optimizer):
         for parameter in parameters:
             has_entry = is_scaled(parameter) and names_in(self.state[parameter]) & {"master", "remainder"}
             version, _ = self._versions.get(parameter, (None, None))
-            if has_entry and version != _version(parameter) and not parameter.is_meta:
+            if has_entry and version != version_of(parameter) and not parameter.is_meta:
                 self._refresh(parameter)
 
     def _state_of(self, parameter: Any) -> ParamState:
@@ -299,7 +300,7 @@ class Adam(Skipping, torch.optim.Optimizer):
                 want, got = list(parameter.shape), f"{remainder.dtype}{list(remainder.shape)}"
                 raise ValueError(f"`state_dict`: expected an int8 remainder of shape {want}; got {got}.")
             self.state[parameter]["remainder"] = _contiguous(remainder.to(parameter.device, copy=True))
-        self._versions[parameter] = _seen(parameter)
+        self._versions[parameter] = version_and_scale(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and "skipped"; masters are of the present weights."""
@@ -318,7 +319,7 @@ class Adam(Skipping, torch.optim.Optimizer):
             group.setdefault("seed", self.defaults["seed"])
             group["decoupled_weight_decay"] = self.decoupled
         # The weights and masters of a copy are of the same step.
-        self._versions = {parameter: _seen(parameter) for parameter in self.state}
+        self._versions = {parameter: version_and_scale(parameter) for parameter in self.state}
 
 
 class AdamW(Adam):
@@ -334,46 +335,9 @@ def check_recipe(recipe: Recipe | None, parameters: list[Any]) -> None:
         check_weights(recipe, {casts.format_of(p.codes.dtype).name for p in parameters if is_scaled(p)})
 
 
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """After a step of any optimizer: notes how it rounds scaled weights, which their layers check."""
-    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        if is_scaled(parameter) and parameter.grad is not None:
-            parameter.moved_by = "-", "nearest"
-            if isinstance(optimizer, Adam):
-                recipe, has_master = optimizer.state_recipe, "master" in names_in(optimizer.state[parameter])
-                parameter.moved_by = recipe.master_weight if has_master else "-", recipe.rounding[1]
-
-
-# For all optimizers, since a model after `transform` knows none.
-register_optimizer_step_post_hook(_note_step)
-
-
 def _has_scale(name: str, format: Format) -> bool:
     return name != "remainder" and format != formats.FP32
 
 
-def _version(parameter: Any) -> tuple[Any, Any]:
-    """Changes whenever a scaled parameter is written: the first part by a write to the codes."""
-    if not is_scaled(parameter):
-        return None, None
-    return (id(parameter.codes), version_of(parameter.codes)), version_of(parameter.scale)
-
-
-def _seen(parameter: Any) -> tuple[tuple[Any, Any], Any]:
-    """The version of a parameter, and its scale."""
-    return _version(parameter), parameter.scale.detach().clone() if is_scaled(parameter) else None
-
-
 def _contiguous(x: Any) -> Any:
     return ScaledTensor(x.codes.contiguous(), x.scale) if is_scaled(x) else x.contiguous()
-
-
-def _is_finite(parameters: list[tuple[Any, ParamState, AdamScalars]]) -> bool:
-    """Whether no parameter's step makes a number infinite or NaN."""
-    worst = largest(state.grad for _, state, _ in parameters)
-    if not math.isfinite(worst):
-        return False
-    is_tame = all(max(s.lr, s.weight_decay) < _SAFE and s.eps > 1 / _SAFE for _, _, s in parameters)
-    if worst < _SAFE and is_tame:
-        return True
-    return all(amaxes_of_step(state, scalars).isfinite().all() for _, state, scalars in parameters)

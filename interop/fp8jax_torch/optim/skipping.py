@@ -10,9 +10,12 @@ from torch.nn.utils import get_total_norm
 
 from fp8jax_torch import casts
 from fp8jax_torch.mixins import mixed
+from fp8jax_torch.optim.step import AdamScalars, ParamState, amaxes_of_step
 from fp8jax_torch.processes import are_several, largest_of_all
 from fp8jax_torch.scaled import is_scaled, value
 
+# Gradients below this limit, squared, are far from float32's max.
+_SAFE = 2.0**60
 # Entries of states of `fp8jax_torch.optim`.
 _SCALES = {"exp_avg_scale", "exp_avg_sq_scale", "exp_avg_sq_root_scale", "master_scale"}
 
@@ -130,3 +133,14 @@ def _numbers(grad: torch.Tensor) -> torch.Tensor:
         return casts.amax(casts.to_float(grad.codes)) * grad.scale
     dense = grad._values() if grad.is_sparse else grad
     return torch.view_as_real(dense) if dense.is_complex() else dense
+
+
+def stays_finite(parameters: list[tuple[Any, ParamState, AdamScalars]]) -> bool:
+    """Whether no parameter's step makes a number infinite or NaN."""
+    worst = largest(state.grad for _, state, _ in parameters)
+    if not math.isfinite(worst):
+        return False
+    is_tame = all(max(s.lr, s.weight_decay) < _SAFE and s.eps > 1 / _SAFE for _, _, s in parameters)
+    if worst < _SAFE and is_tame:
+        return True
+    return all(amaxes_of_step(state, scalars).isfinite().all() for _, state, scalars in parameters)
