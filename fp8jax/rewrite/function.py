@@ -126,23 +126,20 @@ class FunctionModel:
             if planned is not None:
                 dot = planned.dot
                 at = path if dot.layer == "/".join(path) else layer_names(path)
-                _insert(adapters, at, lora.new(key, dot.layer, planned.kernel.layers, dot.gemm))
+                adapters[tuple(at)] = lora.new(key, dot.layer, planned.kernel.layers, dot.gemm)
 
         def freeze(x: Any, planned: PlannedDot) -> Any:
             inputs = planned.dot.gemm[1] if planned.dot.is_matrix else None
             return x if planned.dot.is_computed else lora.freeze(x, planned.kernel, inputs)
 
         frozen = _with_kernels(params, program, freeze)
-        return {PARAMS: adapters, FROZEN: frozen, **self._states(program)}
+        return {PARAMS: _nested(adapters), FROZEN: frozen, **self._states(program)}
 
     def _states(self, program: TracedFunction) -> dict[str, Any]:
         """The initial scaling states and loss scale."""
-        variables, states = {}, {}
-        for planned in program.plan.dots.values():
-            if state := planned.first_state():
-                _insert(states, planned.key, state)
-        if states:
-            variables[SCALING] = states
+        dots = program.plan.dots.values()
+        states = _nested({each.key: state for each in dots if (state := each.first_state())})
+        variables: dict[str, Any] = {SCALING: states} if states else {}
         if self.recipe.gemm == "FP16":
             variables[LOSS_SCALE] = loss_scale.init()
         return variables
@@ -341,12 +338,12 @@ def _with_kernels(params: PyTree, program: TracedFunction, change: Callable[[Any
     return treedef.unflatten([change(x, kernels[path]) if path in kernels else x for x, path in pairs])
 
 
-def _insert(tree: dict[str, Any], path: Sequence[str], new: Any) -> None:
-    """Inserts `new` into nested dicts."""
-    if not path:
-        tree.update(new)
-        return
-    *parents, name = path
-    for parent in parents:
-        tree = tree.setdefault(parent, {})
-    tree[name] = new
+def _nested(found: Mapping[Sequence[str], Mapping[str, Any]]) -> dict[str, Any]:
+    """Nested dicts of the entries that each path has."""
+    root: dict[str, Any] = {}
+    for path, entries in found.items():
+        tree = root
+        for name in path:
+            tree = tree.setdefault(name, {})
+        tree.update(entries)
+    return root
