@@ -1,5 +1,7 @@
 """One fused Adam step of many tensors: on several devices, under vmap, with scales of any layout."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -166,18 +168,37 @@ def test_a_step_to_inf_or_nan_is_skipped(recipe, is_gpu, options, weight, gradie
     assert bool(jnp.all(new["w"] == params["w"])) == bool(count)
 
 
+def compiled_step(tx, count):
+    """The text of the step that a CPU runs for so many equal weights."""
+    weight = quantize(jnp.ones((64, 64)), formats.FP16, power_of_two=True)
+    params = {f"w{i}": weight for i in range(count)}
+    grads = {name: quantize(jnp.ones((64, 64)), formats.E4M3, power_of_two=True) for name in params}
+    return step_of(tx).lower(params, tx.init(params), grads).compile().as_text()
+
+
 @pytest.mark.parametrize(
     "tx", [adamw(1e-3, "O2"), adamw(1e-3, "fp8"), with_dequantized(optax.lion(1e-3), "fp8")]
 )
 def test_programs_for_a_cpu_grow_with_the_tensors(tx):
     """Not with their square: no kernel computes again what all tensors' gradients say."""
+    few, many = (len(compiled_step(tx, count).splitlines()) for count in (8, 16))
+    assert many < 2.1 * few
 
-    def size(count):
-        weight = quantize(jnp.ones((64, 64)), formats.FP16, power_of_two=True)
-        params = {f"w{i}": weight for i in range(count)}
-        grads = {name: quantize(jnp.ones((64, 64)), formats.E4M3, power_of_two=True) for name in params}
-        step = lambda *args: fp8jax.apply_updates(args[2], tx.update(*args)[0])  # noqa: E731
-        compiled = jax.jit(step).lower(grads, tx.init(params), params).compile()
-        return len(compiled.as_text().splitlines())
 
-    assert size(16) < 2.1 * size(8)
+@pytest.mark.parametrize("recipe", ["O2", "fp8"])
+def test_equal_tensors_share_kernels_on_a_cpu(recipe):
+    """XLA on a CPU compiles equal kernels once."""
+
+    def kernels(count):
+        names: dict[str, int] = {}
+        text = re.sub(r", metadata=\{.*?\}", "", compiled_step(adamw(1e-3, recipe), count))
+        found = [body for body in text.split("\n\n") if "fused_computation" in body.split(" ", 1)[0]]
+        assert found
+        bodies = set()
+        for body in found:
+            names.clear()
+            number = lambda match: f"%{names.setdefault(match[0], len(names))}"  # noqa: E731
+            bodies.add(re.sub(r"%[\w.-]+", number, body.split("\n", 1)[1]))
+        return len(bodies)
+
+    assert kernels(16) < kernels(8) + 4, "but for what gathers the tensors' scalars"

@@ -99,8 +99,14 @@ def _by_tensor(
     states = [state._replace(grad=plain(state.grad)) for state in states]
     steps = [_step(state, scalars, decay) for state, decay in zip(states, decays, strict=True)]
     ok, is_lost = faults_by_tensor([state.grad for state in states], [amaxes for _, amaxes, _ in steps])
-    every = zip(states, steps, _each(seeds, states), strict=True)
+    each = [_one_of(seeds, i) for i in range(len(states))]
+    every = zip(states, steps, each, strict=True)
     return [_write(state, *step, ok, is_lost, seed, rounding) for state, step, seed in every], ok
+
+
+def _one_of(seeds: jax.Array | None, i: int) -> jax.Array | None:
+    """The seed of a state by a reduction: a slice would be part of a kernel and make it unequal to others."""
+    return None if seeds is None else jnp.max(jnp.where(np.arange(len(seeds)) == i, seeds, 0))
 
 
 @functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
@@ -220,10 +226,6 @@ def _shard(axis: int | None, shards: StateSharding) -> tuple[int, jax.Array, int
     if axis is None:
         return None
     return axis, lax.axis_index(shards.axis_name), lax.axis_size(shards.axis_name)
-
-
-def _each(seeds: Any, states: list[ParamState]) -> list[Any]:
-    return [None] * len(states) if seeds is None else [seeds[i] for i in range(len(states))]
 
 
 def _random_bits(state: ParamState, seed: Any, shard: Any = None) -> Any:
