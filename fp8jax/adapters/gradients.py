@@ -42,7 +42,7 @@ def value_and_grad(
             `fp8jax.gradients.value_and_grad`.
 
     Returns:
-        A function of the same arguments. For variables it returns `(loss, grads, variables)`: the gradients
+        A function of the same arguments. For variables it returns `(loss, grads, variables)`; the gradients
         are a tree like the parameters, and the variables have the new scaling state, see
         `fp8jax.gradients.value_and_grad`. For a module it returns the loss and an `nnx.State` of gradients of
         its `nnx.Param`s, as `nnx.value_and_grad` does, and writes the new scaling state and statistics to the

@@ -102,7 +102,7 @@ def save(
         max_shard_bytes: a larger model has several files.
 
     Returns:
-        An `ExportReport`: for each kernel whether it is unchanged, or its SQNR in dB.
+        An `ExportReport`, which says for each kernel whether it is unchanged, or its SQNR in dB.
 
     Raises:
         ValueError: an argument is of another kind; the folder is not empty; no rename leads to a parameter;

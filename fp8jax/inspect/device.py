@@ -68,7 +68,7 @@ def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
         target: a GPU that is not here, in place of this machine's devices; the software is this machine's.
 
     Returns:
-        Under "devices" the devices by kind: name, platform, compute capability (None if it is no GPU of
+        Under "devices" the devices by kind, with name, platform, compute capability (None if it is no GPU of
         NVIDIA's), number, and the rows of `gemms_of`. Under "versions" those of the software by name. Under
         "backends" for each GEMM backend what computes the GEMMs, why the device lacks them ("" if it has
         them), and whether "auto" selects it. Under "packages" for each optional part whether it is there, and

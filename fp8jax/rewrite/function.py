@@ -82,7 +82,7 @@ class FunctionModel:
             args, kwargs: the function's other arguments, or `jax.ShapeDtypeStruct`s: only shapes are read.
 
         Returns:
-            `{"params": ..., "_overwrite_with_gradient": ...}`: the parameters in their tree, with a
+            A dict of "params" and "_overwrite_with_gradient", with the parameters in their tree, a
             `ScaledArray` for each quantized kernel, and nested dicts of scaling states, named as the
             parameters. A parameter of several dot products has a state for each: "kernel", "kernel#1" and so
             on. With adapters see `adapt`.
@@ -111,9 +111,9 @@ class FunctionModel:
             params, args, kwargs: as in `init`.
 
         Returns:
-            `{"params": adapters, "frozen": params, ...}`: `lora_a` and `lora_b`, float32, at the path of each
-            layer that `LoRA.targets` matches, and the function's parameters with kernels in the format of
-            `LoRA.weight`.
+            A dict of "params" and "frozen", with `lora_a` and `lora_b`, float32, at the path of each layer
+            that `LoRA.targets` matches, and with the function's parameters, whose kernels are in the format
+            of `LoRA.weight`.
 
         Raises:
             ValueError: a target matches no layer, or a layer that cannot have adapters.

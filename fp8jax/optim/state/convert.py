@@ -98,7 +98,8 @@ def masters(state: Any, params: Any) -> Any:
         params: its parameters, or whole variables.
 
     Returns:
-        A tree like the parameters: the master weight, or the weight where there is none, plus the remainder.
+        A tree like the parameters, with the master weight, or the weight where there is none, plus the
+        remainder.
 
     Raises:
         ValueError: `state` has no Adam or more than one, or belongs to other parameters.
