@@ -342,7 +342,7 @@ def test_a_target_is_described_in_the_place_of_what_is_here(name):
     "platforms, plugin, says",
     [
         ("cpu", None, "JAX_PLATFORMS=cpu keeps JAX from it"),
-        ("", None, 'pip install -U "jax[cuda13]"'),
+        ("", None, 'pip install -U "jax[cuda13]<0.13"'),
         ("", "0.10.2", "CUDA plugin is installed and does not start"),
         ("cuda,cpu", "0.10.2", "CUDA plugin is installed and does not start"),
     ],

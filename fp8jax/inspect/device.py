@@ -37,7 +37,7 @@ EXTRAS = {
     "torch": (("torch",), "fp8jax_torch, the same recipes on PyTorch"),
 }
 TARGETS = "programs compiled for a GPU that is not here"
-CUDA_EXTRA = 'pip install -U "jax[cuda13]"'
+CUDA_EXTRA = 'pip install -U "jax[cuda13]<0.13"'
 
 _EXACT = (EMULATED, "FP8 numbers are exact in the wider format")
 _EXACT_FP4 = (EMULATED, "FP4 numbers are exact in the wider format")

@@ -2,7 +2,7 @@
 
     names = scaled_tensors(variables)               # [ScaledTensor("h/attn/c_attn", "0", "input"), ...]
     metrics = scale_metrics(before, after, recipe)  # inside of the jitted step
-    metrics.saturation                              # above 1: the cast of this step clipped
+    metrics.saturation                              # above 1.07: the cast of this step clipped
 
 The scaling state after a step says how well its FP8 casts fitted: the newest amax is the step's, and
 the scale before the step, times the largest value of the format, is the range that the cast had.
@@ -102,8 +102,8 @@ def clipped(model: Any, *args: Any, **kwargs: Any) -> dict[ScaledTensor, float]:
             variables stay as they are.
 
     Returns:
-        The tensors whose largest magnitude is above the range of their cast; {} if all fit. Empty, too,
-        without delayed scaling.
+        The tensors whose largest magnitude is above the range of their cast; up to 1.07 times the range only
+        rounding changes it. {} if all fit. Empty, too, without delayed scaling.
 
     Raises:
         TypeError: `model` is not transformed.
