@@ -72,6 +72,18 @@ def test_clipped_tensors_of_an_evaluation(recipe):
     assert ratio == pytest.approx(jnp.abs(large).max() / 3584)
 
 
+@pytest.mark.filterwarnings("error")
+def test_weights_are_no_constants_of_an_evaluation():
+    x, model = jnp.ones((32, 32)), fp8jax.transform(nn.Dense(64), "te")
+    variables = model.init(jax.random.key(1), x)
+    usual = jax.config.jax_captured_constants_warn_bytes
+    jax.config.update("jax_captured_constants_warn_bytes", 1024)
+    try:
+        assert metrics.clipped(model, variables, x) == {}
+    finally:
+        jax.config.update("jax_captured_constants_warn_bytes", usual)
+
+
 def test_a_scale_of_the_tensors_own_amax_clips_nothing():
     """A frozen kernel has the amax that its scale was computed from, and amax / (amax / 448 * 448) rounds."""
     amax = np.random.default_rng(0).uniform(1, 2, 1000).astype(np.float32)

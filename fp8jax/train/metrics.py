@@ -25,6 +25,7 @@ from fp8jax.adapters.adapter import adapter_of
 from fp8jax.extras import need
 from fp8jax.quantization import UNSET, is_scaled
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import StaticTree
 from fp8jax.scaling import GRAD, LHS, RHS, of_recipe
 from fp8jax.scaling.merge import is_state
 from fp8jax.train import distributed
@@ -111,19 +112,23 @@ def clipped(model: Any, *args: Any, **kwargs: Any) -> dict[ScaledTensor, float]:
     adapter = adapter_of(model)
     variables, inputs = adapter.split(*args)
     states, recipe = variables.get(SCALING, {}), adapter.settings.recipe
+    # What a jitted function closes over would be constants of its program.
+    static, arrays = StaticTree.of((variables, inputs, kwargs))
 
-    def outputs(states: PyTree) -> Float32[Array, ""]:
+    def outputs(states: PyTree, arrays: list[Array]) -> Float32[Array, ""]:
+        variables, inputs, kwargs = static.filled(arrays)
         leaves = jax.tree.leaves(adapter.apply({**variables, SCALING: states}, *inputs, **kwargs))
         floats = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum((jnp.sum(leaf, dtype=jnp.float32) for leaf in floats), jnp.float32(0))
 
     @jax.jit
-    def saturation(states: PyTree) -> Float32[Array, " tensors"]:
+    def saturation(states: PyTree, arrays: list[Array]) -> Float32[Array, " tensors"]:
         # The gradient of a scaling state is the state after the step, with the newest amaxes.
-        return scale_metrics({SCALING: states}, {SCALING: jax.grad(outputs)(states)}, recipe).saturation
+        after = jax.grad(outputs)(states, arrays)
+        return scale_metrics({SCALING: states}, {SCALING: after}, recipe).saturation
 
     names = scaled_tensors({SCALING: states})
-    return only_clipped(names, saturation(states)) if names else {}
+    return only_clipped(names, saturation(states, arrays)) if names else {}
 
 
 def only_clipped(names: Sequence[ScaledTensor], saturation: Any) -> dict[ScaledTensor, float]:
