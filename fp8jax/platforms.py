@@ -271,6 +271,19 @@ def any_of(flags: Sequence[jax.Array]) -> jax.Array:
     return jnp.max(jnp.stack(flags).astype(jnp.int32)) > 0
 
 
+def check_axes(axis_name: str | Sequence[str]) -> None:
+    """Raises ValueError if these axes are not mapped over here, as `jax.shard_map` or `jax.pmap` does."""
+    for name in [axis_name] if isinstance(axis_name, str) else axis_name:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            mapped = jax.sharding.get_abstract_mesh().manual_axes
+            raise ValueError(
+                f"`axis_name`: expected an axis that `jax.shard_map` or `jax.pmap` maps over; got {name!r}"
+                + (f" inside of {', '.join(map(repr, mapped))}." if mapped else " outside of both.")
+            ) from None
+
+
 def capability_of(device: Any) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU, None for any other device."""
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")

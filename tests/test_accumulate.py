@@ -249,6 +249,9 @@ def test_wrong_batch_or_format():
         fp8jax.accumulate_gradients(loss_of(model), 2)(variables, X[:0], Y[:0])
     with pytest.raises(ValueError, match="`args`: expected arrays of a batch after the variables; got none"):
         fp8jax.accumulate_gradients(loss_of(model), 2)(variables)
+    with pytest.raises(ValueError, match="Keyword arguments are not split"):
+        key = jax.random.key(0)
+        fp8jax.accumulate_gradients(loss_of(model), 2, keys="key")(variables, x=X, y=Y, key=key)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 2.0, True, None, "2"])

@@ -421,3 +421,44 @@ def test_automatic_scale():
         lambda g, mu: fp8jax.comm.all_reduce({"w": g}, "data", mu=mu), jnp.zeros((DEVICES, 10)), one
     )
     assert not np.asarray(zeros["w"]).any() and np.isfinite(np.asarray(state["w"])).all()
+
+
+def on_two(function):
+    """`function` of rows in a `jax.shard_map` over two devices."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"), check_vma=False
+    )
+
+
+def mean_of_product(params, x):
+    return jnp.mean(x * params["w"])
+
+
+def test_zero_inside_of_a_map():
+    zero = fp8jax.comm.Zero(Mesh(np.array(jax.devices()[:2]), ("data",)))
+    grad_fn = fp8jax.value_and_grad(mean_of_product, zero=zero)
+    inside = on_two(lambda x: grad_fn({"w": jnp.ones(())}, x)[0][None])
+    with pytest.raises(ValueError, match="`zero`: expected a call outside of .*; got one inside of 'data'"):
+        inside(jnp.ones((4, 4)))
+    with pytest.raises(ValueError, match="`axis_name`: expected None beside `zero`"):
+        fp8jax.value_and_grad(mean_of_product, zero=zero, axis_name="data")
+
+
+def test_axes_that_nobody_maps_over():
+    x, model = jnp.ones((4, 32)), fp8jax.transform(lambda params, x: x @ params["kernel"], "te")
+    variables = model.init({"kernel": jnp.ones((32, 32))}, x)
+    loss = lambda variables, x: jnp.mean(model.apply(variables, x))  # noqa: E731
+    with pytest.raises(ValueError, match="`axis_name`: expected an axis that .*; got 'data' outside of both"):
+        fp8jax.value_and_grad(loss, axis_name="data")(variables, x)
+    for collective in (fp8jax.comm.all_reduce, fp8jax.comm.reduce_scatter, fp8jax.comm.all_gather):
+        with pytest.raises(ValueError, match="got 'dat' inside of 'data'"):
+            on_two(lambda x, each=collective: each(x, "dat"))(x)
+
+
+def test_axes_in_a_list():
+    x, model = jnp.ones((4, 32)), fp8jax.transform(lambda params, x: x @ params["kernel"], "te")
+    variables = model.init({"kernel": jnp.ones((32, 32))}, x)
+    loss = lambda variables, x: jnp.mean(model.apply(variables, x))  # noqa: E731
+    step = fp8jax.value_and_grad(loss, axis_name=["data"])
+    np.testing.assert_array_equal(on_two(lambda x: step(variables, x)[0][None])(x), [32, 32])

@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from fp8jax.comm import buckets
 from fp8jax.comm.reduce import at, check_float, has_blocks_along
+from fp8jax.platforms import check_axes
 from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, to_bits
 
 
@@ -28,11 +29,12 @@ def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP
         except for values below the format's smallest step. Scale blocks along `axis` keep their scales.
 
     Raises:
-        ValueError: `floats` is not legal, a leaf has no such axis, or a leaf to be sent in FP8 has another
-            dtype than a float's.
+        ValueError: `floats` is not legal, a leaf has no such axis, a leaf to be sent in FP8 has another dtype
+            than a float's, or `axis_name` is not mapped over.
     """
     if floats not in ("FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
+    check_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scaled)
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_scaled):
         if floats == "FP8":

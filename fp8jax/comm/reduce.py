@@ -27,6 +27,7 @@ from fp8jax import formats
 from fp8jax.comm import buckets
 from fp8jax.comm.auto_scaling import next_factors
 from fp8jax.comm.zero import own_part
+from fp8jax.platforms import check_axes
 from fp8jax.quantization import (
     ScaledArray,
     from_bytes,
@@ -70,7 +71,8 @@ def all_reduce(
         other collections, as batch statistics, become their mean; other arrays there stay each device's own.
 
     Raises:
-        ValueError: `op` or `floats` is not legal, or a leaf has another dtype than a float's.
+        ValueError: `op` or `floats` is not legal, a leaf has another dtype than a float's, or `axis_name` is
+            not mapped over.
     """
     return _reduce(grads, axis_name, recipe, None, op, floats, mu)
 
@@ -111,6 +113,7 @@ def _reduce(
         raise ValueError(f"`op`: expected mean or sum; got {op!r}.")
     if floats not in (None, "FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
+    check_axes(axis_name)
     params = grads[PARAMS] if has_params(grads) else grads
     params = jax.tree.map(
         lambda leaf: leaf if is_scaled(leaf) else jnp.asarray(leaf), params, is_leaf=is_scaled

@@ -70,7 +70,9 @@ def accumulate_gradients(
     def checked(variables: Any, *args: Any, **kwargs: Any) -> Any:
         check_batch(args, parts, of, _ADVICE)
         check_named(names, kwargs)
-        if not names and not jax.tree.leaves(args):
+        others = [x for name, x in kwargs.items() if name not in (names or ())]
+        is_drawn = names and not any(map(jnp.ndim, jax.tree.leaves(others)))  # a batch from random keys
+        if not is_drawn and not jax.tree.leaves(args):
             raise ValueError(
                 "`args`: expected arrays of a batch after the variables; got none. Keyword arguments are not "
                 "split: pass the batch as positional arguments."

@@ -119,6 +119,12 @@ def over_devices(on_device: Callable[..., tuple[Any, Any, GradShardings]], zero:
         return lambda *args: on_device(ShardContext(), *args)[:2]
 
     def run(loss_fn: Callable[..., Any], variables: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if axes := jax.sharding.get_abstract_mesh().manual_axes:
+            raise ValueError(
+                "`zero`: expected a call outside of `jax.shard_map` and `jax.pmap`, since `zero` maps over "
+                f"the devices itself; got one inside of {', '.join(map(repr, axes))}. There take "
+                f"axis_name={axes[0]!r} in its place."
+            )
         params = variables[PARAMS]
         fold = f"`jax.random.fold_in(key, jax.lax.axis_index({zero.axis!r}))`"
         advice = f"a keyword argument, and let the loss draw by {fold}"

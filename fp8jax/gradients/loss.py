@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,13 +14,14 @@ from fp8jax.comm import Zero
 from fp8jax.gradients.data_parallel import GradFn, GradShardings, ShardContext, over_devices
 from fp8jax.gradients.keys import shown
 from fp8jax.gradients.traced import gradient
+from fp8jax.platforms import check_axes
 from fp8jax.quantization import as_gradients
 from fp8jax.scaling.merge import from_cotangents, settled
 from fp8jax.scaling.seeds import for_part, of_whole
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 # Names of mesh axes: one, several, or None where none were named.
-AxisNames = str | tuple[str, ...] | None
+AxisNames = str | Sequence[str] | None
 
 
 def value_and_grad(
@@ -45,10 +46,11 @@ def value_and_grad(
             arguments are replicated. `loss_fn` must be a mean over the batch. The loss, gradients and scaling
             states are those of the whole batch; auxiliary outputs are stacked over the devices.
         axis_name: inside a `jax.shard_map` of yours, the mesh axes over which the batch is split: a name, or
-            a tuple of names. The new scaling states are merged by max over them, and the new loss scales by
-            min; average the gradients yourself. `()` leaves each device with states of its own. The
-            `jax.shard_map` must have `check_vma=False`: under JAX's default JAX itself sums the gradients of
-            parameters that are the same on all devices, and scaling states and FP8 gradients have no sum.
+            several. Not with `zero`, which maps over the devices itself. The new scaling states are merged by
+            max over them, and the new loss scales by min; average the gradients yourself.
+            `()` leaves each device with states of its own. The `jax.shard_map` must have `check_vma=False`:
+            under JAX's default JAX itself sums the gradients of parameters that are the same on all devices,
+            and scaling states and FP8 gradients have no sum.
 
     Returns:
         A function of the same arguments that returns `(loss, grads, variables)`, or
@@ -97,7 +99,16 @@ def with_state(
     Args:
         loss_fn, has_aux, zero, axis_name: see `value_and_grad`.
         grad_fn: computes the gradients and the new states.
+
+    Raises:
+        ValueError: both `zero` and `axis_name` are given.
     """
+    axes = axis_name if isinstance(axis_name, str | None) else tuple(axis_name)
+    if zero is not None and axes:
+        raise ValueError(
+            f"`axis_name`: expected None beside `zero`, which maps over the devices itself; got {axes!r}. "
+            "Take one of them."
+        )
 
     @functools.wraps(loss_fn)
     def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
@@ -113,7 +124,7 @@ def with_state(
         out = out if has_aux else out[0]
         grads = as_gradients(new.pop(PARAMS))
         if zero is None:
-            new = _merged(new, axis_name)
+            new = _merged(new, axes)
         if SCALING in new:
             new[SCALING] = _jitted_settled(new[SCALING], old[SCALING])
         return out, grads, {**variables, **new} if is_whole else variables
@@ -155,8 +166,11 @@ def _merged(states: dict[str, Any], axis_name: AxisNames) -> dict[str, Any]:
             f"value_and_grad(loss_fn, axis_name={axes[0]!r}), to merge the scaling states over them, or () "
             "for states of each device."
         )
+    if not axis_name or not jax.tree.leaves(states):
+        return states
+    check_axes(axis_name)
     merge = {SCALING: lax.pmax, LOSS_SCALE: lax.pmin}
-    return {name: merge[name](x, axis_name) for name, x in states.items()} if axis_name else states
+    return {name: merge[name](x, axis_name) for name, x in states.items()}
 
 
 _jitted_settled = jax.jit(settled)

@@ -92,7 +92,8 @@ def adam(
             (a `ScaledArray` counts as one leaf with the shape of its value).
         zero: the same `Zero` as in `value_and_grad`: how gradients, moments and master weights are sharded.
             `init` places the state with that sharding, and each device updates its shards. Without it any
-            sharding works, and XLA partitions the step.
+            sharding works under `jax.jit`, where XLA partitions the step. In a `jax.shard_map` of yours give
+            it whole gradients: with shards, each device would decide alone whether to skip a step.
         seed: of the random bits, for a recipe that rounds stochastically. The bits depend on the seed, the
             step, the parameter's place among the parameters and the entry's place in it: not on the sharding.
 
