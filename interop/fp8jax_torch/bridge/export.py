@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from flax import traverse_util
 
 from fp8jax.checkpoints import ExportReport
-from fp8jax.checkpoints.export import ExportSource, write
-from fp8jax.checkpoints.tree import PARAMS, SCALING
+from fp8jax.checkpoints.export import with_kernels, write
 from fp8jax.rewrite import Kernel
 from fp8jax_torch.bridge.maps import mapping_of
 from fp8jax_torch.bridge.weights import to_flax
@@ -40,8 +38,6 @@ def save(
     """
     mapping = mapping_of(model)
     variables = to_flax(model.state_dict(), mapping)
-    params = traverse_util.flatten_dict(variables[PARAMS])
-    states = traverse_util.flatten_dict(variables.get(SCALING, {}))
     kernels = {}
     layer: Any
     for name, layer in model.named_modules():
@@ -50,8 +46,4 @@ def save(
             kernels[place.path] = Kernel(layer.fp8.recipe, (), 0)
     if not kernels:
         raise ValueError("`model`: expected layers in FP8, as `fp8jax_torch.prepare` makes them; got none.")
-    for path, kernel in kernels.items():
-        state = {key[-1]: array for key, array in states.items() if key[:-1] == path}
-        params[path] = kernel.for_inference(params[path], state)
-    frozen = {**variables, PARAMS: traverse_util.unflatten_dict(params)}
-    return write(folder, ExportSource(variables, frozen, kernels), mapping, config, format, max_shard_bytes)
+    return write(folder, with_kernels(variables, kernels), mapping, config, format, max_shard_bytes)
