@@ -33,7 +33,7 @@ from fp8jax.inspect.numerics import Statistics, statistics
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
-from fp8jax.train.step.loss_check import checked
+from fp8jax.train.step.checks import checked
 from fp8jax.variables import OURS, PARAMS, SCALING
 
 Loss = Callable[[Any, PyTree], Float[Array, ""]]

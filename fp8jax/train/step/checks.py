@@ -1,11 +1,31 @@
-"""The check of a batch: the arrays, shapes and dtypes of the example that a step was compiled for."""
+"""Checks of a step's batch, against the example that it was compiled for, and of the result of the loss."""
 
+import functools
 import reprlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
+
+from fp8jax.gradients.keys import shown
+
+
+def checked(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A loss function that raises TypeError for a result that is no scalar; `name` is for the message."""
+
+    @functools.wraps(loss)
+    def scalar(model: Any, batch: Any) -> Any:
+        out = loss(model, batch)
+        if isinstance(out, float | int) or getattr(out, "shape", None) == ():
+            return out
+        raise TypeError(
+            f"`{name}`: expected a scalar as its result, the mean over the rows of the batch; got "
+            f"{jax.tree.map(shown, out)}. Return the mean alone; auxiliary outputs are not taken."
+        )
+
+    return scalar
 
 
 def check_batch(expected: PyTree, batch: PyTree, per_device: int) -> None:
