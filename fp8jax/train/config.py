@@ -8,7 +8,6 @@ Transformers' `TrainingArguments`.
 """
 
 import dataclasses
-import os
 from typing import Any
 
 from fp8jax.recipe import Recipe
@@ -130,11 +129,6 @@ class TrainConfig(DeviceConfig):
         for is_so, reason in _contradictions(self, self.precision):
             if is_so:
                 raise ValueError(reason)
-
-    @property
-    def cache_folder(self) -> str:
-        """`compile_cache`, with the user's home for ~."""
-        return os.path.expanduser(self.compile_cache)
 
     @property
     def precision(self) -> Recipe:

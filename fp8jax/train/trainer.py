@@ -15,6 +15,7 @@ The trainer jits `fp8jax.transform`, `fp8jax.value_and_grad` or `fp8jax.accumula
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -70,8 +71,8 @@ class Trainer:
             TypeError: the model is no Flax module.
             ValueError: the options contradict each other, or one row does not fit into the memory.
         """
-        if folder := config.cache_folder:
-            jax.config.update("jax_compilation_cache_dir", folder)
+        if config.compile_cache:
+            jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compile_cache))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         self.config = config
         self.model = adapters.transform(
