@@ -36,6 +36,14 @@ from fp8jax.variables import PARAMS
 ocp = need("orbax.checkpoint")
 
 MAX_TO_KEEP = 3
+# Of orbax's manager, for saving: it deletes partial checkpoints and all but the newest three.
+_OPTIONS = ocp.CheckpointManagerOptions(
+    max_to_keep=MAX_TO_KEEP,
+    step_prefix="step",
+    step_format_fixed_length=8,
+    cleanup_tmp_directories=True,
+    enable_async_checkpointing=False,
+)
 _REASONS = tuple(map(os.strerror, (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)))
 
 
@@ -71,7 +79,7 @@ def save(
     path = _path(folder, step)
     try:
         distributed.decide(lambda: _make_room(folder, step))
-        with _manager(folder) as manager:
+        with _quiet(), ocp.CheckpointManager(folder, options=_OPTIONS) as manager:
             items = ocp.args.Composite(state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(content))
             manager.save(step, args=items, force=True)
         _write_checksums(path)
@@ -217,20 +225,6 @@ def _quiet() -> Iterator[None]:
         sys.unraisablehook = hook  # after an error the threads go on for a while
     finally:
         log.disabled = was_off
-
-
-@contextlib.contextmanager
-def _manager(folder: pathlib.Path) -> Iterator[Any]:
-    """Orbax's manager, for saving: it deletes partial checkpoints and all but the newest three."""
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=MAX_TO_KEEP,
-        step_prefix="step",
-        step_format_fixed_length=8,
-        cleanup_tmp_directories=True,
-        enable_async_checkpointing=False,
-    )
-    with _quiet(), ocp.CheckpointManager(folder, options=options) as manager:
-        yield manager
 
 
 def _path(folder: pathlib.Path, step: int) -> pathlib.Path:
