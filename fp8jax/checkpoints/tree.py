@@ -16,13 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fp8jax.adapters.nnx.variables import STATE
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.scaling.base import OLD
 from fp8jax.scaling.delayed import ONE
-from fp8jax.variables import PARAMS as PARAMS
-from fp8jax.variables import SCALING as SCALING
+from fp8jax.variables import PARAMS, SCALING
 
-NNX_STATE = "__fp8_"  # between the names of a parameter and an entry of its scaling state
 # Entries that only JAX has.
 ONLY_JAX = (OLD, ONE)
 ROOT = ".root"  # the end of the name of a second moment that is stored as its root
@@ -46,7 +45,7 @@ class Tree:
         """The name of an entry of the scaling state of the array at `path`."""
         if self.has_collections:
             return (SCALING, *path, entry)
-        return (*path[:-1], f"{path[-1]}{NNX_STATE}{entry}")
+        return (*path[:-1], f"{path[-1]}{STATE}{entry}")
 
     def is_torchs(self, key: Key) -> bool:
         """Whether a torch model has such a leaf: parameters and scaling states, except `ONLY_JAX`."""
@@ -80,7 +79,7 @@ class Tree:
 
 def _entry(key: Key) -> str:
     """The name of an entry of a scaling state, without the name of an NNX parameter."""
-    return key[-1].split(NNX_STATE)[-1]
+    return key[-1].split(STATE)[-1]
 
 
 def named(tree: Any) -> Tree:
@@ -99,6 +98,6 @@ def codes_and_scale(leaf: Any) -> tuple[Any, Any]:
 def _name_of(path: Any) -> Key:
     """The names on the path to a leaf, without the attribute of a box around it."""
     attribute = path[-1].name if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) else ""
-    names = [str(getattr(step, "key", getattr(step, "name", getattr(step, "idx", "")))) for step in path]
+    names = [jax.tree_util.keystr((step,), simple=True) for step in path]
     ends = {"value": [], "root": [ROOT]}
     return (*names[:-1], *ends[attribute]) if attribute in ends else tuple(names)

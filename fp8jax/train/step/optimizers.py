@@ -63,7 +63,7 @@ def decays(params: PyTree) -> Any:
     """Which parameters have weight decay: kernels and embeddings, not norms and biases."""
 
     def is_matrix(path: Any, leaf: Any) -> bool:
-        name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
+        name = jax.tree_util.keystr(path[-1:], simple=True)
         return leaf.ndim >= 2 and name not in ("bias", "scale")
 
     return jax.tree_util.tree_map_with_path(is_matrix, params)
