@@ -225,15 +225,14 @@ def _as_stored(tensor: Stored, place: Place, like: ScaledArray) -> ScaledArray |
         return None
     grid, counts = tensor.grid(), like.bits.shape
     if math.prod(counts) == 1:
-        grid = grid if (grid == grid[0, 0]).all() else None
+        scale = grid[0, 0].reshape(counts) if (grid == grid[0, 0]).all() else None
     elif place.shape is None:
         order = place.axes or (0, 1)
-        grid = _regrid(place.arrange(grid), [tensor.block[axis] for axis in order], like.shape, counts)
+        scale = _regrid(place.arrange(grid), [tensor.block[axis] for axis in order], like.shape, counts)
     else:
+        scale = None
+    if scale is None:
         return None
-    if grid is None:
-        return None
-    scale = grid.reshape(-1)[:1].reshape(counts) if math.prod(counts) == 1 else grid
     new = scale.astype(like.scale.dtype)
     is_legal = new.dtype == E8M0.dtype or ((scale >= MIN_SCALE) & (scale <= MAX_SCALE)).all()
     if not is_legal or (new.astype(np.float32) != scale).any():
