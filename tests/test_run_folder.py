@@ -176,6 +176,14 @@ def test_a_run_that_does_not_compile_gives_its_folder_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["new/run", "empty"])
+def test_a_run_that_does_not_compile_leaves_folders_as_they_were(tmp_path, name):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RuntimeError), run_folder.taken(tmp_path / name, NONE, RunMetadata({"lr": 1}, "text")):
+        raise RuntimeError
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
+
+
+@pytest.mark.parametrize("name", ["new/run", "empty"])
 def test_a_disk_that_is_full_at_the_start(tmp_path, name):
     """Nothing new is left, so a new run can begin there."""
     (tmp_path / "empty").mkdir()

@@ -151,7 +151,7 @@ def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed
 
 
 @contextlib.contextmanager
-def taken(folder: pathlib.Path, found: RunMetadata, now: RunMetadata) -> Iterator[Callable[[], None]]:
+def taken(folder: pathlib.Path, found: RunMetadata, now: RunMetadata) -> Iterator[Callable[[], Any]]:
     """Takes a folder for the block: writes the metadata of a new run, and locks the run.
 
     Gives a function, to be called when the run begins. Before that an exception in the block removes what was
@@ -161,38 +161,32 @@ def taken(folder: pathlib.Path, found: RunMetadata, now: RunMetadata) -> Iterato
         ValueError: the folder cannot be written, another run took it meanwhile, or another process trains in
             it.
     """
-    is_new, begun, locks = not found.settings, [], []
-    # All processes ask: one that comes late finds what process 0 wrote.
-    distributed.decide(lambda: _take(folder, now) if is_new else None)
-    distributed.decide(lambda: locks.extend(_lock(folder / _SETTINGS)))
-    try:
-        yield lambda: begun.append(True)
-    except Exception:
-        if is_new and not begun and distributed.is_first():
+    undo = contextlib.ExitStack()
+    with contextlib.ExitStack() as locks:
+        # All processes ask: one that comes late finds what process 0 wrote.
+        distributed.decide(lambda: None if found.settings else _take(folder, now, undo))
+        distributed.decide(lambda: _lock(folder / _SETTINGS, locks))
+        try:
+            yield undo.pop_all  # nothing is undone from then on
+        except Exception:
             with contextlib.suppress(OSError):
-                (folder / _SETTINGS).unlink()
-                folder.rmdir()
-                if folder.parent == RUNS:
-                    RUNS.rmdir()  # unless it holds other runs
-        raise
-    finally:
-        for lock in locks:
-            os.close(lock)
+                undo.close()
+            raise
 
 
-def _lock(path: pathlib.Path) -> list[int]:
-    """Locks a file until the descriptor is closed or the process dies; [] where there are no locks."""
+def _lock(path: pathlib.Path, locks: contextlib.ExitStack) -> None:
+    """Locks a file until `locks` is closed or the process dies, where there are locks."""
     if fcntl is None:
-        return []
+        return
     try:
         # NFS locks only files that are open for writing.
         file = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror})") from None
+    locks.callback(os.close, file)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(file)
         raise ValueError(
             f"another process trains in {path.parent}; wait for its end, or stop it, or give another folder"
         ) from None
@@ -200,12 +194,11 @@ def _lock(path: pathlib.Path) -> list[int]:
         distributed.warn(
             f"{path.parent} cannot be locked ({error.strerror}); start no second process that resumes it"
         )
-    return [file]
 
 
-def _take(folder: pathlib.Path, now: RunMetadata) -> None:
-    content = json.dumps({**now._asdict(), "digest": now.digest}, indent=1)
-    path, undo = folder / _SETTINGS, contextlib.ExitStack()
+def _take(folder: pathlib.Path, now: RunMetadata, undo: contextlib.ExitStack) -> None:
+    """Writes the metadata of a new run; `undo` removes what was written."""
+    path, content = folder / _SETTINGS, json.dumps({**now._asdict(), "digest": now.digest}, indent=1)
     try:
         for new in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
             new.mkdir(exist_ok=True)
