@@ -35,7 +35,9 @@ def check_trained(
         examples: rows of the data, to blame.
         layer_of: gives the layer that computed the last step's first number that is not finite, or "".
     """
-    if curves.skipped[-most:] != list(range(len(curves.loss) - most + 1, len(curves.loss) + 1)):
+    steps = len(curves.loss)
+    trained = next(step for step in range(steps, -1, -1) if step not in curves.skipped)  # the last one, or 0
+    if steps - trained < most:
         return
     rows = (examples[i] for i in range(min(len(examples), ROWS_TO_BLAME)))
     bad = {
@@ -52,7 +54,7 @@ def check_trained(
     layer = layer_of()
     raise Diverged(
         f"{name}: nothing is trained: the last {most} steps were all skipped, because gradients were "
-        f"infinite or not a number; the first of them was step {_first_of_streak(curves)}; {cause}; "
+        f"infinite or not a number; the first of them was step {trained + 1}; {cause}; "
         + (f"the first layer that computed one was {layer}; " if layer else "")
         + "run the recipe bf16 to see whether FP8 matters, and look for more with JAX_DEBUG_NANS=true"
     )
@@ -119,14 +121,6 @@ def _whole(x: jax.Array) -> jax.Array:
     if not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
     return jax.device_put(x, jax.local_devices()[0])
-
-
-def _first_of_streak(curves: Curves) -> int:
-    """The first of the steps in a row that were skipped at the end."""
-    first, skipped = curves.skipped[-1], set(curves.skipped)
-    while first - 1 in skipped:
-        first -= 1
-    return first
 
 
 def check_rows(trainer: Trainer, examples: Examples) -> None:
