@@ -153,12 +153,13 @@ class Run:
                 batches: Any = itertools.islice(self.batches, end - begin)
                 if len(self.models) > 1:
                     batches = list(batches)
+                is_validated = end % config.eval_steps == 0 or end == last
                 for model in self.models:
                     model.advance(batches, end - begin)
-                    if model.validate and (end % config.eval_steps == 0 or end == last):
+                    if model.validate and is_validated:
                         loss = model.validate(model.state, is_last=end == last)
                         model.curves.validation.append((end, loss))
-                    if model.is_measured and (end % config.eval_steps == 0 or end == last):
+                    if model.is_measured and is_validated:
                         rows = model.measure()
                         if rows and writer:
                             run_folder.write_statistics(self.folder, end, rows)
