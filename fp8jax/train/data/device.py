@@ -15,15 +15,12 @@ import jax
 from fp8jax.train.data.loader import Loader
 
 
-class DevicePrefetch:
+class DevicePrefetch(Iterator[Any]):
     """An iterator over the batches of a loader on devices; made by `prefetch_to_device`."""
 
     def __init__(self, loader: Loader, size: int, sharding: jax.sharding.Sharding | None) -> None:
         self._loader, self._size, self._sharding = loader, size, sharding
         self._ahead: deque[Any] = deque()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         """The next batch, as jax.Arrays; the copies of the `size` batches after it are under way."""

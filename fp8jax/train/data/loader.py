@@ -44,7 +44,7 @@ class Source(Protocol):
         ...
 
 
-class Loader:
+class Loader(Iterator[Any]):
     """An iterator over batches, in an order that does not depend on workers and processes.
 
     An epoch has len(source) // batch batches, each example in at most one of them; the last examples of its
@@ -117,9 +117,6 @@ class Loader:
     def batches_per_epoch(self) -> int:
         """Whole batches in the source."""
         return self._order["examples"] // self._order["batch"]
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
 
     def __next__(self) -> Any:
         """The next batch: NumPy arrays like an example's, with a first axis of batch / count rows."""
