@@ -115,11 +115,8 @@ class Trainer:
     @functools.cached_property
     def like(self) -> State:
         """Shapes, dtypes and shardings of a state, as `checkpoint.restore` takes them."""
-        return jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
-            self._shapes,
-            self._compiled_init.output_shardings,
-        )
+        shardings = self._compiled_init.output_shardings
+        return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), self._shapes, shardings)
 
     @functools.cached_property
     def _compiled_step(self) -> jax.stages.Compiled:
