@@ -133,9 +133,8 @@ class TrainConfig(DeviceConfig):
     @property
     def precision(self) -> Recipe:
         """The recipe that `recipe`, `fp16` and `bf16` name, or the default."""
-        if self.fp16 or self.bf16:
-            return Recipe.parse(self.recipe or ("fp16_amp" if self.fp16 else "bf16"))
-        return Recipe.parse(self.recipe or "fp8")
+        default = "fp16_amp" if self.fp16 else "bf16" if self.bf16 else "fp8"
+        return Recipe.parse(self.recipe or default)
 
     @property
     def layer_rules(self) -> tuple[Rule, ...]:
