@@ -125,10 +125,9 @@ def write(
     """Writes a model as a Hugging Face folder; see `save`."""
     given, chosen, mapping = folder, format_of(format), by_name(mapping)
     folder = pathlib.Path(folder).absolute()
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise ValueError(f"`folder`: expected a new or empty folder; got {given}, which is no folder.")
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"`folder`: expected a new or empty folder; got {given}, which has files.")
+    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
+        wrong = "has files" if folder.is_dir() else "is no folder"
+        raise ValueError(f"`folder`: expected a new or empty folder; got {given}, which {wrong}.")
     if not isinstance(max_shard_bytes, numbers.Real) or not max_shard_bytes > 0:
         raise ValueError(f"`max_shard_bytes`: expected a positive number; got {max_shard_bytes!r}.")
     if not isinstance(config, Mapping):
