@@ -14,28 +14,29 @@ from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
 from fp8jax.variables import PARAMS, SCALING, has_params
 
 
-def _to_state(x: ScaledArray) -> dict[str, Any]:
-    data = x.data.bytes if isinstance(x.data, PackedE2M1) else x.data
-    return {"data": data, "scale": _to_state(x.scale) if is_scaled(x.scale) else x.scale}
+def _parts(x: ScaledArray | Storage) -> dict[str, Any]:
+    """The codes and scales, or the arrays and `ScaledArray`s of a storage."""
+    if isinstance(x, ScaledArray):
+        return {"data": x.data, "scale": x.scale}
+    return {name: part for name, part in vars(x).items() if not isinstance(part, bool)}
 
 
-def _check_parts(target: Any, names: set[str], state: Any) -> None:
-    """Raises ValueError if a state has no parts of these names, as one of another model or recipe."""
-    has_parts = isinstance(state, Mapping)
-    if not has_parts or not names <= state.keys():
+def _to_state(x: ScaledArray | Storage) -> dict[str, Any]:
+    return {name: serialization.to_state_dict(part) for name, part in _parts(x).items()}
+
+
+def _from_state(target: Any, state: Any) -> Any:
+    """The inverse of `_to_state`; raises ValueError for the state of another model or recipe."""
+    parts, has_parts = _parts(target), isinstance(state, Mapping)
+    if not has_parts or not parts.keys() <= state.keys():
         raise ValueError(
-            f"`state`: expected {sorted(names)} of a {type(target).__name__}, as the target has them; got "
+            f"`state`: expected {sorted(parts)} of a {type(target).__name__}, as the target has them; got "
             f"{sorted(state) if has_parts else shown(state)}. Restore into variables and states like those "
             "that were saved, then call `model.quantize(plain, like=variables)` or `fp8jax.optim.convert`."
         )
-
-
-def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
-    _check_parts(target, {"data", "scale"}, state)
-    data, scale = state["data"], state["scale"]
-    data = PackedE2M1(data) if isinstance(target.data, PackedE2M1) else data
-    new = ScaledArray(data, _from_state(target.scale, scale) if is_scaled(target.scale) else scale)
-    if (new.data.dtype, new.shape) != (target.data.dtype, target.shape):
+    restored = {name: serialization.from_state_dict(part, state[name]) for name, part in parts.items()}
+    new = dataclasses.replace(target, **restored)
+    if is_scaled(new) and (new.data.dtype, new.shape) != (target.data.dtype, target.shape):
         raise ValueError(
             f"`state`: expected codes {target.data.dtype}{list(target.shape)}, as the target has them; got "
             f"{new.data.dtype}{list(new.shape)}."
@@ -43,26 +44,10 @@ def _from_state(target: ScaledArray, state: dict[str, Any]) -> ScaledArray:
     return new
 
 
-def _storage_to_state(x: Storage) -> dict[str, Any]:
-    return {name: serialization.to_state_dict(part) for name, part in _parts(x).items()}
-
-
-def _storage_from_state(target: Storage, state: dict[str, Any]) -> Storage:
-    parts = _parts(target)
-    _check_parts(target, set(parts), state)
-    restored = {name: serialization.from_state_dict(part, state[name]) for name, part in parts.items()}
-    return dataclasses.replace(target, **restored)
-
-
-def _parts(x: Storage) -> dict[str, Any]:
-    """The arrays and `ScaledArray`s of a storage."""
-    return {name: part for name, part in vars(x).items() if not isinstance(part, bool)}
-
-
 # For `flax.serialization.to_bytes` and `from_bytes`.
-serialization.register_serialization_state(ScaledArray, _to_state, _from_state)
-for storage in STORAGES.values():
-    serialization.register_serialization_state(storage, _storage_to_state, _storage_from_state)
+serialization.register_serialization_state(PackedE2M1, lambda x: x.bytes, lambda _, state: PackedE2M1(state))
+for scaled_or_storage in (ScaledArray, *STORAGES.values()):
+    serialization.register_serialization_state(scaled_or_storage, _to_state, _from_state)
 
 
 class TrainState(train_state.TrainState):
