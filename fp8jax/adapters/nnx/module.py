@@ -105,10 +105,8 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         leaf, is_known = param.get_value(), isinstance(module, _KNOWN)
         if not (_may_multiply(module, leaf) and can_be_kernel(leaf)):
             continue
-        rank = _rank(module) if is_known else leaf.ndim
         groups = leaf.shape[-3] if isinstance(module, ExpertDense) else 0
-        depth = leaf.ndim - rank - bool(groups)
-        axes = _stacked_axes(module, leaf.shape, depth)
+        axes = _stacked_axes(module, leaf.shape)
         layers = tuple(leaf.shape[axis] for axis in axes)
         shape = tuple(dim for axis, dim in enumerate(leaf.shape) if axis not in axes)
         layer = Layer(layer_path(path), module, shape, layers, "/".join(path))
@@ -142,31 +140,23 @@ def _may_multiply(module: Any, leaf: Any) -> bool:
     return isinstance(module, nnx.Embed) or not (is_flax or isinstance(module, ExpertRouter))
 
 
-def _rank(layer: Any) -> int:
-    """The rank of one kernel. Stacks of layers, made by `nnx.vmap`, and experts have more axes in front."""
-    if isinstance(layer, nnx.Einsum):
-        return len(layer.kernel_shape)
-    if isinstance(layer, nnx.LinearGeneral):
-        return len(layer.batch_axis) + len(layer.in_features) + len(layer.out_features)
-    return 2
-
-
-def _stacked_axes(layer: Any, shape: tuple[int, ...], depth: int) -> tuple[int, ...]:
-    """The axes of a stack of layers in a kernel: the first `depth` axes, or those that leave a kernel of the
-    layer's sizes."""
-    first = tuple(range(depth))
+def _stacked_axes(layer: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The axes of a stack of layers, made by `nnx.vmap`, in a kernel: those that leave a kernel of the
+    layer's sizes, or the first axes."""
     if isinstance(layer, nnx.Linear):
         own = (layer.in_features, layer.out_features)
     elif isinstance(layer, nnx.LinearGeneral):
         own = (*layer.batch_axis.values(), *layer.in_features, *layer.out_features)
     elif isinstance(layer, nnx.Einsum):
         own = tuple(layer.kernel_shape)
+    elif isinstance(layer, ExpertDense):
+        own = shape[-3:]
     else:
-        return first
-    for axes in itertools.combinations(range(len(shape)), depth):
+        own = shape
+    for axes in itertools.combinations(range(len(shape)), len(shape) - len(own)):
         if tuple(dim for axis, dim in enumerate(shape) if axis not in axes) == own:
             return axes
-    return first
+    return tuple(range(len(shape) - len(own)))
 
 
 def sides(layer: Any, shape: tuple[int, ...]) -> tuple[int, int] | None:
