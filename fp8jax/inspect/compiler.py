@@ -101,30 +101,25 @@ def install() -> pathlib.Path:
 
 def _install(wheels: Sequence[str], to: pathlib.Path, needed: str) -> None:
     """Installs wheels into the folder `to`, which then has the folder `needed`."""
+    options = ["install", "--no-deps", "--only-binary", ":all:", "--target"]
     to.parent.mkdir(parents=True, exist_ok=True)
     # Whole or not at all, also if pip is stopped, and with another `install` beside this one.
     with tempfile.TemporaryDirectory(dir=to.parent) as partial:
-        _pip_install(wheels, found := pathlib.Path(partial, "wheels"), to, needed)
+        found = pathlib.Path(partial, "wheels")
+        run = [sys.executable, "-m", "pip", *options, str(found), *wheels]
+        done = subprocess.run(run, capture_output=True, text=True)
+        if done.returncode or not (found / needed).exists():
+            said = done.stderr.strip() or "it said nothing"
+            errors = [line for line in said.splitlines() if line.startswith("ERROR")]
+            raise RuntimeError(
+                f"pip could not install {' '.join(wheels)}, which exist for Linux only: "
+                f"{errors[-1] if errors else said}. "
+                f"With another pip: pip {' '.join(options)} {to} {' '.join(wheels)}"
+            )
         if not to.exists():
             found.rename(to)
         elif not (to / needed).exists():
             (found / needed).rename(to / needed)
-
-
-def _pip_install(wheels: Sequence[str], partial: pathlib.Path, to: pathlib.Path, needed: str) -> None:
-    """Installs the wheels into the folder `partial`; an error names the folder `to`."""
-    options = ["install", "--no-deps", "--only-binary", ":all:", "--target"]
-    run = [sys.executable, "-m", "pip", *options, str(partial), *wheels]
-    done = subprocess.run(run, capture_output=True, text=True)
-    if done.returncode or not (partial / needed).exists():
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or [
-            done.stderr.strip()
-        ]
-        raise RuntimeError(
-            f"pip could not install {' '.join(wheels)}, which exist for Linux only: "
-            f"{said[-1].strip() or 'it said nothing'}. "
-            f"With another pip: pip {' '.join(options)} {to} {' '.join(wheels)}"
-        )
 
 
 def devices(name: str, description: str, number: int) -> Sequence[Any]:
