@@ -12,11 +12,10 @@ for GPUs (`fp8jax install-compiler`), and neither a GPU nor its driver.
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -25,6 +24,7 @@ from jaxtyping import PyTree
 from fp8jax.backends import BACKENDS, Device
 from fp8jax.inspect import compiler
 from fp8jax.inspect.compiler import why_not as why_not
+from fp8jax.inspect.program import equations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,21 +183,12 @@ def missing_gemms(program: Any, device: Device) -> str | None:
     """
     pairs = [(each.primitive, each.supports(device, False)) for each in BACKENDS.values() if each.primitive]
     lacking = [(primitive, reason) for primitive, reason in pairs if reason]
-    return next(_reasons(program.jaxpr, lacking, set()), None) if lacking else None
-
-
-def _reasons(jaxpr: Any, lacking: Sequence[tuple[str, str]], seen: set[int]) -> Iterator[str]:
-    """The reasons for the equations in a jaxpr with these primitives and FP8 or FP4 operands or results."""
-    if id(jaxpr) in seen:
-        return
-    seen.add(id(jaxpr))
-    for equation in jaxpr.eqns:
+    for equation in equations(program.jaxpr) if lacking else ():
         for primitive, reason in lacking:
             is_named = equation.primitive.name.startswith(primitive)
             if is_named and any(map(_is_fp8, (*equation.invars, *equation.outvars))):
-                yield reason
-        for inner in jex.jaxprs_in_params(equation.params):
-            yield from _reasons(inner, lacking, seen)
+                return reason
+    return None
 
 
 def _is_fp8(variable: Any) -> bool:

@@ -2,15 +2,15 @@
 
 import collections
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 
 from fp8jax import adapters, formats, gradients, optim
 from fp8jax.inspect import program
+from fp8jax.inspect.subject import loss_of
 from fp8jax.optim.state.stored_formats import ROOT
 from fp8jax.optim.step.codecs import name_of
 from fp8jax.quantization import is_scaled
@@ -52,10 +52,10 @@ def of_gemms(gemms: Sequence[program.Gemm]) -> tuple[str, str]:
     return mixed(wider), _counted(f"{gemm.lhs} x {gemm.rhs} {gemm.kind}" for gemm in gemms)
 
 
-def of_scales(value_and_grad: Any, variables: Any, *inputs: Any) -> tuple[str, str]:
+def of_scales(loss_fn: Any, variables: Any, *inputs: Any) -> tuple[str, str]:
     """The parts of GEMM operands that have a scale, in a CPU's program, and ", history" or ""."""
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (variables, *inputs))
-    lowered = jax.jit(value_and_grad).trace(*shapes).lower(lowering_platforms=("cpu",))
+    traced = jax.jit(gradients.value_and_grad(loss_fn)).trace(variables, *inputs)
+    lowered = traced.lower(lowering_platforms=("cpu",))
     gemms = [gemm for gemm in program.read_lowered(lowered) if gemm.is_fp8]
     found = [block for gemm in gemms for block in gemm.blocks or ("tensor",)]
     history = ", history" * any(map(is_state, jax.tree.leaves(variables.get(SCALING, {}), is_leaf=is_state)))
@@ -114,10 +114,9 @@ def of_residuals(recipe: Recipe, dtype: Any, gradient_checkpointing: str) -> tup
     model = adapters.transform(stack, recipe, gradient_checkpointing=gradient_checkpointing)
     x = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype)
     params = {name: jax.ShapeDtypeStruct((LAYERS, *shape), jnp.float32) for name, shape in SHAPES.items()}
-    variables = jax.eval_shape(model.init, params, x)
-    loss_fn = lambda variables, x: jnp.mean(model.apply(variables, x).astype(jnp.float32))  # noqa: E731
-    jaxpr = jax.make_jaxpr(gradients.value_and_grad(loss_fn))(variables, x)
-    forward = next(_scans(jaxpr.jaxpr))
+    loss_fn, args = loss_of(model, (params, x))
+    jaxpr = jax.make_jaxpr(gradients.value_and_grad(loss_fn))(*args)
+    forward = next(each for each in program.equations(jaxpr.jaxpr) if each.primitive.name == "scan")
     _, carry, _ = scan_parts(forward, forward.invars)
     saved = [variable.aval for variable in forward.outvars[len(carry) :]]
     entries = {ROWS * WIDTH: "", 4 * ROWS * WIDTH: ""}
@@ -128,16 +127,6 @@ def of_residuals(recipe: Recipe, dtype: Any, gradient_checkpointing: str) -> tup
     bytes_saved = sum(aval.size * aval.dtype.itemsize for _, aval in found)
     names = (name or format_of(str(aval.dtype)) for name, aval in found)
     return mixed(names), f"{shown}; {bytes_saved / LAYERS / ROWS / WIDTH:.1f} bytes for each input"
-
-
-def _scans(jaxpr: Any) -> Iterator[Any]:
-    """The scans of a jaxpr, in their order."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            yield equation
-        else:
-            for inner in jex.jaxprs_in_params(equation.params):
-                yield from _scans(inner)
 
 
 def of_needs(variables: Any, grads: Any) -> tuple[str, str]:

@@ -7,30 +7,24 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8jax import adapters, backends, gradients, optim, scaling
+from fp8jax import adapters, backends, optim, scaling
 from fp8jax.dot import state_names
 from fp8jax.inspect import program, targets
 from fp8jax.inspect.chart import readers
 from fp8jax.inspect.chart.readers import NEEDS, SHAPES, TOKENS, WIDTH, mixed, mlp
 from fp8jax.inspect.step import training_step
+from fp8jax.inspect.subject import loss_of
 from fp8jax.optim.state import is_adam_state
 from fp8jax.recipe import PRESETS, Recipe
 from fp8jax.variables import PARAMS
 
+COLUMNS = tuple("gemm scaling comm weight master_weight weight_grad moments rounding residuals needs".split())
 # Column -> heading.
-HEADINGS = {
+HEADINGS = dict(zip(COLUMNS, COLUMNS, strict=True)) | {
     "gemm": "GEMM",
-    "scaling": "scaling",
-    "comm": "comm",
-    "weight": "weight",
     "master_weight": "master",
     "weight_grad": "weight gradient",
-    "moments": "moments",
-    "rounding": "rounding",
-    "residuals": "residuals",
-    "needs": "needs",
 }
-COLUMNS = tuple(HEADINGS)
 
 
 class Cell(NamedTuple):
@@ -131,12 +125,8 @@ def measure(
     dtype = jnp.float32 if target is None else jnp.bfloat16
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), dtype)
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()}
-    variables = jax.eval_shape(model.init, params, x)
-
-    def loss_fn(variables: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(jnp.square(model.apply(variables, x).astype(jnp.float32)))
-
-    step = training_step(loss_fn, variables, x, recipe=recipe, optimizer=optim.adamw, **options)
+    loss_fn, args = loss_of(model, (params, x))
+    step = training_step(loss_fn, *args, recipe=recipe, optimizer=optim.adamw, **options)
     lowered = targets.lower_for(step.function, *step.args, donate_argnums=(0, 1), **options)
     read = program.read(targets.compile(lowered, target))
     device = targets.mesh(target, devices).devices.flat[0]
@@ -146,7 +136,7 @@ def measure(
     [adam] = (node for node in jax.tree.leaves(state, is_leaf=is_adam_state) if is_adam_state(node))
     measured = {
         "gemm": readers.of_gemms(program.read_lowered(lowered) if device.platform == "cpu" else read.gemms),
-        "scaling": readers.of_scales(gradients.value_and_grad(loss_fn), step.args[0], *step.args[2:]),
+        "scaling": readers.of_scales(loss_fn, *args),
         "comm": readers.of_collectives(read.collectives, devices),
         "weight": readers.of_arrays(variables[PARAMS]),
         "master_weight": readers.of_arrays(adam.master),
@@ -154,7 +144,7 @@ def measure(
         "moments": tuple(" + ".join(parts) for parts in zip(*moments, strict=True)),
         "rounding": readers.of_rounding(model, recipe),
         "residuals": readers.of_residuals(recipe, dtype, gradient_checkpointing),
-        "needs": readers.of_needs(step.args[0], grads),
+        "needs": readers.of_needs(args[0], grads),
     }
     activations = readers.format_of(jnp.dtype(dtype).name)
     declared = declare(

@@ -1,11 +1,14 @@
-"""The GEMMs of a program before XLA optimizes it.
+"""The GEMMs of a program before XLA optimizes it, and its equations before it is lowered.
 
 A CPU computes FP8 GEMMs in a wider format, exactly, so its compiled program does not show them.
 """
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.extend.core as jex
 
 from fp8jax.inspect.program.compiled import Gemm, gemm_of
 from fp8jax.inspect.program.hlo import Instruction, parse
@@ -13,6 +16,17 @@ from fp8jax.quantization.packed import DECODED
 
 # An array keeps its values through these, but for a scale.
 _VALUE_PRESERVING = frozenset("bitcast-convert convert copy multiply opt-barrier reshape transpose".split())
+
+
+def equations(jaxpr: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """The equations of a jaxpr and of the jaxprs in them, in their order; those of a shared jaxpr once."""
+    seen = set() if seen is None else seen
+    if id(jaxpr) not in seen:
+        seen.add(id(jaxpr))
+        for equation in jaxpr.eqns:
+            yield equation
+            for inner in jex.jaxprs_in_params(equation.params):
+                yield from equations(inner, seen)
 
 
 def read_lowered(lowered: jax.stages.Lowered) -> tuple[Gemm, ...]:
