@@ -23,11 +23,12 @@ from fp8jax.adapters.nnx.variables import (
     STATE,
     FP8State,
     Frozen,
+    changed,
     modules_of,
     places_of,
     state_path,
     thaw,
-    value_of,
+    values_of,
 )
 from fp8jax.quantization import is_scaled
 from fp8jax.rewrite import FunctionModel, StaticTree, has_plain_parameters
@@ -163,17 +164,8 @@ def _run(method: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any
             stacklevel=3,
         )
         return method(module, *args, **kwargs)
-    for (path, variable), is_new in changes:
-        if is_new:
-            *parents, name = path
-            setattr(functools.reduce(_child, parents, nodes), name, variable)
-        else:
-            nnx.update(nodes, nnx.from_flat_state([(path, variable)]))
+    nnx.update(nodes, changes)
     return result
-
-
-def _child(node: Any, name: Any) -> Any:
-    return node[name] if isinstance(name, int) else getattr(node, name)
 
 
 def operands_of(module: nnx.Module, method: str, args: Any, kwargs: Any) -> Any:
@@ -267,7 +259,7 @@ def _is_node(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Pytree | nnx.Variable)
 
 
-def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, list[Any]]:
+def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, nnx.State]:
     """The plain call with plain parameters: its result, and the variables that it changed or created."""
     for name in call.path:
         params = params[str(name)]
@@ -276,7 +268,7 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     thaw(nodes)
     _remove_states(module)
     refuse_assignments(nodes)
-    values = {path: value_of(leaf) for path, leaf in nnx.to_flat_state(nnx.state(nodes))}
+    values = values_of(nnx.state(nodes))
     watched = _watched(nodes)
     args, kwargs = with_nodes(call.arguments.filled(arrays), nodes[1:])
     function = module.rewritten__fp8.function
@@ -287,13 +279,12 @@ def run_call(params: Any, rest: Any, arrays: Any, call: _Call) -> tuple[Any, lis
     finally:
         _active.reset(token)
     _check_watched(watched, _watched(nodes))
-    changes = []
-    for path, variable in nnx.to_flat_state(nnx.state(nodes)):
-        is_new = path not in values
-        is_changed = is_new or not is_same(values[path], value_of(variable))
-        if is_changed and not isinstance(variable, nnx.Param | Frozen | FP8State):
-            changes.append(((path, variable), is_new))
-    return result, changes
+    changes = [
+        (path, variable)
+        for path, variable in changed(nnx.state(nodes), values)
+        if not isinstance(variable, nnx.Param | Frozen | FP8State)
+    ]
+    return result, nnx.from_flat_state(changes)
 
 
 def _remove_states(module: nnx.Module) -> None:
@@ -302,12 +293,6 @@ def _remove_states(module: nnx.Module) -> None:
     for _, each in modules_of(module):
         for name in [name for name, x in vars(each).items() if isinstance(x, FP8State)]:
             delattr(each, name)
-
-
-def is_same(old: Any, new: Any) -> bool:
-    """Whether two values consist of the same arrays."""
-    olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
-    return len(olds) == len(news) and all(a is b for a, b in zip(olds, news, strict=True))
 
 
 def refuse_assignments(nodes: Any) -> None:

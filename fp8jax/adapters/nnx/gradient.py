@@ -11,9 +11,17 @@ import numpy as np
 from flax import nnx
 from flax.traverse_util import unflatten_dict
 
-from fp8jax.adapters.nnx.calls import check_kernels, is_same, refuse_assignments, with_nodes, without_nodes
+from fp8jax.adapters.nnx.calls import check_kernels, refuse_assignments, with_nodes, without_nodes
 from fp8jax.adapters.nnx.module import is_module
-from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, state_path, value_of
+from fp8jax.adapters.nnx.variables import (
+    FP8State,
+    Frozen,
+    LossScale,
+    changed,
+    state_path,
+    value_of,
+    values_of,
+)
 from fp8jax.gradients.keys import check_given, fold_in
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
@@ -55,7 +63,7 @@ def gradient_of_module(
             scale, constants, before = jax.tree.map(lambda x: x, (scales, constant, rest))
             if parts > 1:
                 before = _with_keys(before, lambda key: fold_in(key, number[0]))
-            old = {path: value_of(variable) for path, variable in nnx.to_flat_state(before)}
+            old = values_of(before)
             of_model = map(_of_model, (variables[PARAMS], variables[SCALING], scale))
             inside, *others = nnx.merge(graph, *of_model, constants, before)
             refuse_assignments(others)
@@ -96,10 +104,8 @@ def _changed(after: Any, old: dict[Any, Any], parts: int) -> nnx.State:
 
     With several parts the keys of random streams stay, and a changed metric is refused.
     """
-    changed = []
-    for path, variable in nnx.to_flat_state(after):
-        if path in old and is_same(old[path], value_of(variable)):
-            continue
+    found = []
+    for path, variable in changed(after, old):
         if parts > 1 and isinstance(variable, nnx.metrics.MetricState):
             raise ValueError(
                 "`loss_fn`: expected a loss that updates no nnx.Metric, with microbatches or `zero`, as "
@@ -107,8 +113,8 @@ def _changed(after: Any, old: dict[Any, Any], parts: int) -> nnx.State:
                 "Return the values with `has_aux=True`, and update the metric outside of the loss."
             )
         if parts == 1 or not (path in old and isinstance(variable, nnx.RngKey)):
-            changed.append((path, variable))
-    return nnx.from_flat_state(changed)
+            found.append((path, variable))
+    return nnx.from_flat_state(found)
 
 
 def for_any_model(

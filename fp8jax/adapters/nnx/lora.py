@@ -80,7 +80,7 @@ def plain_module(model: nnx.Module) -> nnx.Module:
     copy: Any = nnx.clone(model)
     for _, _, (owner, _, param) in placed_kernels(copy):
         param.set_value(own_value(param.get_value()))
-        if _has_adapters(owner):
+        if isinstance(vars(owner).get(A), nnx.LoRAParam):
             delattr(owner, A)
             delattr(owner, B)
     thaw(copy)
@@ -126,7 +126,3 @@ def lora_of(model: nnx.Module) -> LoRA | None:
     """The adapters that `transform` added; None without adapters."""
     rewritten = rewritten_of(model)
     return None if rewritten is None else rewritten.function.settings.lora
-
-
-def _has_adapters(layer: nnx.Module) -> bool:
-    return isinstance(vars(layer).get(A), nnx.LoRAParam)

@@ -1,6 +1,6 @@
 """The variables of a transformed NNX module, and the places of its parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +68,19 @@ def places_of(model: nnx.Module) -> dict[tuple[str, ...], VariablePlace]:
 def value_of(leaf: Any) -> Any:
     """The value of a leaf of a module's state: a variable, or an array that is an attribute itself."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def values_of(state: Any) -> dict[Any, list[Any]]:
+    """The arrays of each variable of a state, by path."""
+    return {path: jax.tree.leaves(value_of(variable)) for path, variable in nnx.to_flat_state(state)}
+
+
+def changed(state: Any, before: dict[Any, list[Any]]) -> Iterator[tuple[Any, Any]]:
+    """The variables, with their paths, that do not consist of the same arrays as `before`, or are new."""
+    for path, variable in nnx.to_flat_state(state):
+        old, new = before.get(path), jax.tree.leaves(value_of(variable))
+        if old is None or len(old) != len(new) or any(a is not b for a, b in zip(old, new, strict=True)):
+            yield path, variable
 
 
 def state_path(path: Sequence[Any]) -> tuple[Any, ...]:
