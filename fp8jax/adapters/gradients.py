@@ -5,16 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from flax import nnx
 
 from fp8jax import gradients
-from fp8jax.adapters.nnx.gradient import (
-    for_any_model,
-    gradient_of_module,
-    gradient_of_states,
-    mean_of_devices,
-)
+from fp8jax.adapters.nnx import is_module
+from fp8jax.adapters.nnx.gradient import gradient_of_module, gradient_of_states, mean_of_devices
 from fp8jax.comm import Zero
 from fp8jax.gradients.loss import AxisNames
+from fp8jax.variables import PARAMS, has_params
 
 
 def value_and_grad(
@@ -93,5 +91,11 @@ def _of_any(
     parts = (microbatches or 1) * (1 if zero is None else zero.devices)
     of_module = gradient_of_module(loss_fn, has_aux, functools.partial(grad_of, has_aux=True), merged, parts)
 
-    of_any = for_any_model(module=of_module, states=of_states, variables=of_variables)
-    return functools.wraps(loss_fn)(of_any)
+    @functools.wraps(loss_fn)
+    def of_any(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_module(model):
+            return of_module(model, *args, **kwargs)
+        is_split = isinstance(model[PARAMS] if has_params(model) else model, nnx.State)
+        return (of_states if is_split else of_variables)(model, *args, **kwargs)
+
+    return of_any

@@ -12,7 +12,7 @@ from fp8jax.comm import Zero
 from fp8jax.gradients.data_parallel import GradShardings, ShardContext, over_devices
 from fp8jax.gradients.keys import check_batch, check_named, fold_in, names_of
 from fp8jax.gradients.loss import AxisNames, check_arguments, on_one_device, with_state
-from fp8jax.gradients.slots import in_blocks
+from fp8jax.gradients.traced import in_blocks
 from fp8jax.quantization import ScaledArray, format_of, is_scaled, quantize, value
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING
 

@@ -192,14 +192,14 @@ def on_one_device(
     """
 
     inside = {name: tree for name, tree in variables.items() if name != LOSS_SCALE}
-    old = variables.get(SCALING, {})
     if SCALING in variables:
-        inside[SCALING] = for_part(old, context.device_index if part is None else part)
+        inside[SCALING] = for_part(variables[SCALING], context.device_index if part is None else part)
     scale = variables[LOSS_SCALE]["scale"] if LOSS_SCALE in variables else None
     scaled = functools.partial(_scaled_loss, loss_fn, context.devices, scale)
-    out, grads, state, shardings = gradient(context, scaled, inside, args, kwargs)
-    state = of_whole(from_cotangents(state), old)
-    new = {PARAMS: grads, **({SCALING: state} if SCALING in variables else {})}
+    out, grads, new, shardings = gradient(context, scaled, inside, args, kwargs)
+    if SCALING in new:
+        new[SCALING] = of_whole(from_cotangents(new[SCALING]), variables[SCALING])
+    new[PARAMS] = grads
     if scale is not None:
         new[PARAMS], new[LOSS_SCALE] = loss_scale.unscale(grads, variables[LOSS_SCALE])
     return out, new, shardings

@@ -12,7 +12,6 @@ from flax import nnx
 from flax.traverse_util import unflatten_dict
 
 from fp8jax.adapters.nnx.calls import check_kernels, refuse_assignments, with_nodes, without_nodes
-from fp8jax.adapters.nnx.module import is_module
 from fp8jax.adapters.nnx.variables import (
     FP8State,
     Frozen,
@@ -117,25 +116,12 @@ def _changed(after: Any, old: dict[Any, Any], parts: int) -> nnx.State:
     return nnx.from_flat_state(found)
 
 
-def for_any_model(
-    *, module: Callable[..., Any], states: Callable[..., Any], variables: Callable[..., Any]
-) -> Callable[..., Any]:
-    """One function of a model and other arguments: for an NNX module; for `nnx.State`s, which are parameters
-    alone, or collections with a state of parameters; and for other variables."""
-
-    def of_any(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_module(model):
-            return module(model, *args, **kwargs)
-        is_split = isinstance(model[PARAMS] if has_params(model) else model, nnx.State)
-        return (states if is_split else variables)(model, *args, **kwargs)
-
-    return of_any
-
-
 def gradient_of_states(
     loss_fn: Callable[..., Any], grad_of: Callable[[Callable[..., Any]], Any]
 ) -> Callable[..., Any]:
-    """A function that returns the gradient of a loss of a module's states, see `for_any_model`.
+    """A function that returns the gradient of a loss of a module's states or of other variables.
+
+    States are parameters alone, or collections with a state of parameters.
 
     Args:
         loss_fn: `loss_fn(variables, *args, **kwargs)`.

@@ -15,31 +15,19 @@ from typing import Any
 import jax
 from flax import nnx as flax_nnx
 
-from fp8jax.adapters.nnx.gradient import for_any_model, gradient_of_module, gradient_of_states
+from fp8jax.adapters.nnx import is_module
+from fp8jax.adapters.nnx.gradient import gradient_of_module, gradient_of_states
 from fp8jax.dot import Weight
+from fp8jax.gradients.traced import TracedLoss
 from fp8jax.inspect.numerics.recorder import Recorder, Records
 from fp8jax.inspect.numerics.rows import MeasuredLayer, Statistics
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import (
-    FoundDots,
-    ParamView,
-    Plan,
-    Rule,
-    StaticTree,
-    Tracked,
-    aval_of,
-    can_be_kernel,
-    evaluate,
-    find_dots,
-    live_jaxpr,
-    names_of,
-    plain_parameters,
-)
+from fp8jax.rewrite import FoundDots, ParamView, Plan, Rule, Tracked, aval_of
 from fp8jax.rewrite.choose import choose, layer_of
 from fp8jax.rewrite.plan import DotState, PlannedDot
 from fp8jax.rewrite.rules import Rules, layer_path
-from fp8jax.variables import PARAMS, has_params
+from fp8jax.variables import PARAMS
 
 # The recipes that are measured by default: per-tensor scales with E5M2 and with E4M3 gradients, blocks, and
 # FP8 weights' gradients.
@@ -85,7 +73,7 @@ def statistics(
     def grad_of(loss_and_aux: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(variables: Any, *args: Any, **kwargs: Any) -> Any:
             out = _statistics(loss_and_aux, variables, args, kwargs, parsed, rules)
-            return out, variables[PARAMS] if has_params(variables) else variables, variables
+            return out, variables[PARAMS], variables
 
         return wrapped
 
@@ -94,22 +82,17 @@ def statistics(
         out = loss_fn(*args, **kwargs)
         return out if has_aux else (out, None)
 
-    grad_of_module = gradient_of_module(loss_fn, has_aux, grad_of, lambda state: state, 1)
+    of_module = gradient_of_module(with_aux, True, grad_of, lambda state: state, 1)
+    of_variables = gradient_of_states(with_aux, grad_of)
 
-    def of_module(model: Any, *args: Any, **kwargs: Any) -> Statistics:
-        model, args, kwargs = flax_nnx.clone((model, args, kwargs))  # the loss may change them
-        out, _ = grad_of_module(model, *args, **kwargs)
-        return out[0] if has_aux else out
+    @functools.wraps(loss_fn)
+    def of_any(model: Any, *args: Any, **kwargs: Any) -> Statistics:
+        if is_module(model):
+            model, args, kwargs = flax_nnx.clone((model, args, kwargs))  # the loss may change them
+            return of_module(model, *args, **kwargs)[0][0]
+        return of_variables(model, *args, **kwargs)[0][0]
 
-    def first(gradient: Callable[..., Any]) -> Callable[..., Statistics]:
-        return lambda *args, **kwargs: gradient(*args, **kwargs)[0][0]
-
-    of_any = for_any_model(
-        module=of_module,
-        states=first(gradient_of_states(with_aux, grad_of)),
-        variables=first(grad_of(with_aux)),
-    )
-    return functools.wraps(loss_fn)(of_any)
+    return of_any
 
 
 def _statistics(
@@ -121,22 +104,9 @@ def _statistics(
     rules: tuple[Rule, ...],
 ) -> tuple[Statistics, Any]:
     """The statistics, and the auxiliary outputs of the loss."""
-    is_whole = has_params(variables)
-    params = variables[PARAMS] if is_whole else variables
-    others = {name: tree for name, tree in variables.items() if name != PARAMS} if is_whole else {}
-    flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
-    leaves = [leaf for _, leaf in flat]
-    views = [ParamView.of(names_of(path), aval_of(x)) if can_be_kernel(x) else None for path, x in flat]
-    static, arrays = StaticTree.of((others, args, kwargs))
-
-    def call(leaves: list[Any], arrays: list[Any]) -> Any:
-        others, args, kwargs = static.filled(arrays)
-        params = treedef.unflatten(leaves)
-        return loss_and_aux({**others, PARAMS: params} if is_whole else params, *args, **kwargs)
-
-    with plain_parameters():
-        jaxpr, consts, shapes = live_jaxpr(call, [aval_of(leaf) for leaf in leaves], arrays)
-    found = find_dots(jaxpr, views)
+    leaves = jax.tree.leaves(variables[PARAMS], is_leaf=is_scaled)
+    traced = TracedLoss.of(loss_and_aux, variables, args, kwargs, [aval_of(leaf) for leaf in leaves], {})
+    found, views = traced.found, traced.views
     planned, plan = _of_programs(found) if found.programs else _of_plain(found, recipes, rules, views)
     recorders = {key: _recorder(each, recipes) for key, each in planned.items()}
     layers = tuple(
@@ -147,12 +117,11 @@ def _statistics(
         pairs = zip(recorders.items(), records, strict=True)
         states = {key: DotState({}, dataclasses.replace(each, records=new)) for (key, each), new in pairs}
         ins = [x if view is None else Tracked(Weight(x), view) for x, view in zip(leaves, views, strict=True)]
-        out = evaluate(plan, jaxpr, consts, [*ins, *arrays], states)
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+        return traced.evaluate(plan, [*ins, *arrays], states)
 
     # See `gradients.traced`: only compiled code adds cotangents of an extended dtype.
     grad_fn = jax.jit(jax.grad(loss, has_aux=True, allow_int=True))
-    numbers, aux = grad_fn([each.records for each in recorders.values()], leaves, arrays)
+    numbers, aux = grad_fn([each.records for each in recorders.values()], leaves, traced.arrays)
     return Statistics(tuple(each.numbers() for each in numbers), layers), aux
 
 
