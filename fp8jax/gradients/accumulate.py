@@ -58,7 +58,8 @@ def accumulate_gradients(
     if format not in ("FP16", "FP32", "E4M3"):
         raise ValueError(f"`format`: expected FP16, FP32 or E4M3; got {format!r}.")
     check_arguments(loss_fn, zero)
-    _check_number(microbatches)
+    if not hasattr(microbatches, "__index__") or isinstance(microbatches, bool) or microbatches < 1:
+        raise ValueError(f"`microbatches`: expected a positive integer; got {microbatches!r}.")
     names = names_of(keys)
     on_device = functools.partial(_on_one_device, microbatches, format, names or ())
     run = with_state(loss_fn, has_aux, over_devices(on_device, zero), zero, axis_name)
@@ -114,12 +115,6 @@ def _on_one_device(
     return (jnp.mean(losses), aux), _finished(sums, shapes, shardings), shardings
 
 
-def _check_number(microbatches: Any) -> None:
-    is_integer = hasattr(microbatches, "__index__") and not isinstance(microbatches, bool)
-    if not is_integer or microbatches < 1:
-        raise ValueError(f"`microbatches`: expected a positive integer; got {microbatches!r}.")
-
-
 def _no_sums(grads: Any, format: str) -> Any:
     """The initial sums of gradients with these shapes, and the identities of the merged states."""
     sums = formats.get(format)
@@ -130,7 +125,7 @@ def _no_sums(grads: Any, format: str) -> Any:
         return jnp.zeros_like(leaf.data if is_scaled(leaf) else leaf, jnp.float32)
 
     def unseen(tree: Any, least: float) -> Any:
-        return jax.tree.map(lambda leaf: jnp.full(leaf.shape, least, leaf.dtype), tree)
+        return jax.tree.map(lambda leaf: jnp.full_like(leaf, least), tree)
 
     start = {PARAMS: jax.tree.map(zeros, grads[PARAMS], is_leaf=is_scaled)}
     least = {SCALING: -jnp.inf, LOSS_SCALE: 2**30}

@@ -119,8 +119,11 @@ def with_state(
             return _loss_and_aux(out, has_aux)
 
         old = variables if is_whole else {PARAMS: variables}
+        grad = functools.partial(grad_fn, loss_and_aux, old, args, kwargs)
+        # A `jax.shard_map` that is not jitted lacks the extended dtypes of states and FP8 gradients.
+        grad = jax.jit(grad) if jax.sharding.get_abstract_mesh().manual_axes else grad
         with _clear_error_of_check_vma():
-            out, new = _computed(lambda: grad_fn(loss_and_aux, old, args, kwargs))
+            out, new = grad()
         out = out if has_aux else out[0]
         grads = as_gradients(new.pop(PARAMS))
         if zero is None:
@@ -130,14 +133,6 @@ def with_state(
         return out, grads, {**variables, **new} if is_whole else variables
 
     return wrapped
-
-
-def _computed(gradient: Callable[[], Any]) -> Any:
-    """The result of `gradient()`, inside of a `jax.shard_map` under `jax.jit`.
-
-    A `jax.shard_map` that is not jitted has no extended dtypes, which states and FP8 gradients have inside.
-    """
-    return jax.jit(gradient)() if jax.sharding.get_abstract_mesh().manual_axes else gradient()
 
 
 @contextlib.contextmanager
