@@ -11,5 +11,5 @@ The variables that come back have the new scaling state and loss scale.
 
 from fp8jax.gradients.accumulate import accumulate_gradients as accumulate_gradients
 from fp8jax.gradients.loss import value_and_grad as value_and_grad
-from fp8jax.gradients.tree_map import tree_map as tree_map
 from fp8jax.gradients.updates import apply_updates as apply_updates
+from fp8jax.gradients.updates import tree_map as tree_map
