@@ -1,7 +1,6 @@
 """Gradients of a loss of an NNX module, or of its states, by way of variables that are nested dicts."""
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -9,18 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from flax.traverse_util import unflatten_dict
 
 from fp8jax.adapters.nnx.calls import check_kernels, refuse_assignments, with_nodes, without_nodes
-from fp8jax.adapters.nnx.variables import (
-    FP8State,
-    Frozen,
-    LossScale,
-    changed,
-    state_path,
-    value_of,
-    values_of,
-)
+from fp8jax.adapters.nnx.variables import FP8State, Frozen, LossScale, changed, put_in, tree_of, values_of
 from fp8jax.gradients.keys import check_given, fold_in
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
@@ -172,19 +162,3 @@ def mean_of_devices(state: nnx.State) -> nnx.State:
         return jax.tree.map(rows if isinstance(variable, nnx.Intermediate) else mean, variable)
 
     return nnx.map_state(merged, state)
-
-
-def tree_of(state: Any) -> dict[Any, Any]:
-    """A state as nested dicts of values, with the scaling state of a kernel at the kernel's path."""
-    values = {state_path(path): value_of(variable) for path, variable in nnx.to_flat_state(state)}
-    return unflatten_dict(values)
-
-
-def put_in(state: Any, tree: Any) -> Any:
-    """The state with the values of such a tree."""
-
-    def replaced(path: Any, variable: Any) -> Any:
-        new = functools.reduce(operator.getitem, state_path(path), tree)
-        return variable.replace(new) if isinstance(variable, nnx.Variable) else new
-
-    return nnx.map_state(replaced, state)

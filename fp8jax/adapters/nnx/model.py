@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fp8jax.adapters.nnx.calls import rewritten_of
-from fp8jax.adapters.nnx.gradient import put_in, tree_of
 from fp8jax.adapters.nnx.lora import adapt, lora_of, merge, plain_module
 from fp8jax.adapters.nnx.module import check_module, freeze, placed_kernels, report, with_recipe
-from fp8jax.adapters.nnx.variables import FP8State
+from fp8jax.adapters.nnx.variables import FP8State, put_in, tree_of
 from fp8jax.rewrite import Kernel, Report, Settings
 from fp8jax.variables import PARAMS, SCALING, STATISTICS
 

@@ -1,5 +1,7 @@
 """The variables of a transformed NNX module, and the places of its parameters."""
 
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -90,6 +92,22 @@ def state_path(path: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(path)
     param, part = name.split(STATE)
     return (*parents, *param.split("/"), part)
+
+
+def tree_of(state: Any) -> dict[Any, Any]:
+    """A state as nested dicts of values, with the scaling state of a kernel at the kernel's path."""
+    values = {state_path(path): value_of(variable) for path, variable in nnx.to_flat_state(state)}
+    return unflatten_dict(values)
+
+
+def put_in(state: Any, tree: Any) -> Any:
+    """The state with the values of such a tree."""
+
+    def replaced(path: Any, variable: Any) -> Any:
+        new = functools.reduce(operator.getitem, state_path(path), tree)
+        return variable.replace(new) if isinstance(variable, nnx.Variable) else new
+
+    return nnx.map_state(replaced, state)
 
 
 def collections_of(arrays: dict[str, Any]) -> dict[str, Any]:
