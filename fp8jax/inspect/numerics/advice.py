@@ -107,9 +107,10 @@ def advise(
     others = {name: each for name, each in COMPARED.items() if _runs(each, device) and _under(rows, each)}
     name, chosen = _chosen(rows, recipe, others)
     backends.choose("auto", scaling.of_recipe(chosen).granularity, device=device)
-    bad = _bad_layers(_under(rows, chosen))
-    stale = _bad_for_stale_scales(rows, chosen, bad)
-    bad = {layer: why for layer, why in bad.items() if layer not in stale}
+    found_bad, fresh = _bad_layers(_under(rows, chosen)), _under(rows, with_fresh_scales(chosen))
+    still_bad = _bad_layers(fresh) if fresh else found_bad  # with scales of the same batch
+    bad = {layer: why for layer, why in found_bad.items() if layer in still_bad}
+    stale = {layer: why for layer, why in found_bad.items() if layer not in still_bad}
     reasons = [f"{layer}: {why} with {name}" for layer, why in bad.items()] or [_no_bad(rows, chosen, stale)]
     reasons += [
         f"what if {other}: {len(_bad_layers(_under(rows, each)))} of {len({row.layer for row in rows})} "
@@ -185,13 +186,6 @@ def _bad_layers(rows: Iterable[OperandRow]) -> dict[str, str]:
                 place = "".join(f"[{number}]" for number in row.at)
                 worst[row.layer] = (badness, f"{row.operand}{place}: {why}")
     return {layer: why for layer, (_, why) in worst.items()}
-
-
-def _bad_for_stale_scales(rows: list[OperandRow], recipe: Recipe, bad: dict[str, str]) -> dict[str, str]:
-    """The bad layers that are well with scales of the same batch, where both were measured."""
-    fresh = _under(rows, with_fresh_scales(recipe))
-    still = _bad_layers(fresh)
-    return {layer: why for layer, why in bad.items() if fresh and layer not in still}
 
 
 def _faults(row: OperandRow) -> Iterable[tuple[float, str]]:
