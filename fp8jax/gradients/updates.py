@@ -61,9 +61,7 @@ def _stepped(params: Any, updates: Any) -> Any:
     except (TypeError, ValueError):
         raise _another_tree(paths, updates) from None
     for (path, leaf), update in zip(paths, new, strict=True):
-        if not (
-            update is None or is_scaled(update) or _shape(leaf) == _shape(update) or _shape(update) == ()
-        ):
+        if not (update is None or is_scaled(update) or _shape(update) in ((), _shape(leaf))):
             wanted, at = shown(value(leaf)), jax.tree_util.keystr(path)
             raise ValueError(f"`updates`: expected {wanted} at {at}; got {shown(update)}. {_REMEDY}")
     return treedef.unflatten(_step(leaf, update) for (_, leaf), update in zip(paths, new, strict=True))
