@@ -108,7 +108,7 @@ def _statistics(
     traced = TracedLoss.of(loss_and_aux, variables, args, kwargs, [aval_of(leaf) for leaf in leaves], {})
     found, views = traced.found, traced.views
     planned, plan = _of_programs(found) if found.programs else _of_plain(found, recipes, rules, views)
-    recorders = {key: _recorder(each, recipes) for key, each in planned.items()}
+    recorders = {key: Recorder.of(each, recipes) for key, each in planned.items()}
     layers = tuple(
         MeasuredLayer(_name(planned[key]), each.recipes, each.own) for key, each in recorders.items()
     )
@@ -156,14 +156,6 @@ def _of_plain(
             "the transformed model says why."
         )
     return {each.key: each for each in high}, Plan.of(high)
-
-
-def _recorder(planned: PlannedDot, recipes: tuple[Recipe, ...]) -> Recorder:
-    own = planned.kernel.recipe
-    if own == Recipe.FP32:
-        return Recorder.of(planned, recipes, None)
-    every = recipes if own in recipes else (own, *recipes)
-    return Recorder.of(planned, every, every.index(own))
 
 
 def _name(planned: PlannedDot) -> str:

@@ -9,7 +9,6 @@ The experts of a ragged dot are recorded one after the other, each with its rows
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -91,11 +90,15 @@ class Recorder:
     inner: Any = None
 
     @classmethod
-    def of(cls, planned: PlannedDot, recipes: Sequence[Recipe], own: int | None) -> "Recorder":
-        """The recorder of a dot."""
+    def of(cls, planned: PlannedDot, recipes: tuple[Recipe, ...]) -> "Recorder":
+        """The recorder of a dot under these recipes and, if it is not in high precision, under its own."""
+        own, index = planned.kernel.recipe, None
+        if own != Recipe.FP32:
+            recipes = recipes if own in recipes else (own, *recipes)
+            index = recipes.index(own)
         seeds = [planned.kernel._replace(recipe=recipe).first_state(planned.key) for recipe in recipes]
         seeds = tuple({name: x for name, x in seed.items() if name == "key"} for seed in seeds)
-        return cls(Records.slots(planned, len(recipes)), seeds, tuple(recipes), own, planned.dot.groups)
+        return cls(Records.slots(planned, len(recipes)), seeds, recipes, index, planned.dot.groups)
 
     @property
     def depth(self) -> int:
