@@ -25,8 +25,8 @@ from fp8jax.adapters.adapter import adapter_of, framework_of
 from fp8jax.adapters.linen import LinenModel
 from fp8jax.adapters.linen.model import check_same, leaves_of
 from fp8jax.adapters.nnx import FP8State
-from fp8jax.adapters.nnx.gradient import tree_of
 from fp8jax.adapters.nnx.module import placed_kernels
+from fp8jax.adapters.nnx.variables import tree_of
 from fp8jax.comm import Zero
 from fp8jax.gradients import apply_updates
 from fp8jax.inspect.numerics import Statistics, statistics
