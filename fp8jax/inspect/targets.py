@@ -24,7 +24,7 @@ from jaxtyping import PyTree
 from fp8jax.backends import BACKENDS, Device
 from fp8jax.inspect import compiler
 from fp8jax.inspect.compiler import why_not as why_not
-from fp8jax.inspect.program import equations
+from fp8jax.inspect.program.lowered import equations
 
 
 @dataclasses.dataclass(frozen=True)

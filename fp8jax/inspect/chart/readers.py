@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from fp8jax import adapters, formats, gradients, optim
 from fp8jax.inspect import program
+from fp8jax.inspect.program.lowered import equations
 from fp8jax.inspect.subject import loss_of
 from fp8jax.optim.state.stored_formats import ROOT
 from fp8jax.optim.step.codecs import name_of
@@ -116,7 +117,7 @@ def of_residuals(recipe: Recipe, dtype: Any, gradient_checkpointing: str) -> tup
     params = {name: jax.ShapeDtypeStruct((LAYERS, *shape), jnp.float32) for name, shape in SHAPES.items()}
     loss_fn, args = loss_of(model, (params, x))
     jaxpr = jax.make_jaxpr(gradients.value_and_grad(loss_fn))(*args)
-    forward = next(each for each in program.equations(jaxpr.jaxpr) if each.primitive.name == "scan")
+    forward = next(each for each in equations(jaxpr.jaxpr) if each.primitive.name == "scan")
     _, carry, _ = scan_parts(forward, forward.invars)
     saved = [variable.aval for variable in forward.outvars[len(carry) :]]
     entries = {ROWS * WIDTH: "", 4 * ROWS * WIDTH: ""}

@@ -3,7 +3,7 @@
 | file | provides |
 |---|---|
 | `compiled` | `read`: GEMMs, collectives, kernels and memory of a compiled program |
-| `lowered` | `read_lowered`: GEMMs of a program that XLA has not optimized yet; `equations` of a jaxpr |
+| `lowered` | `read_lowered`: GEMMs of a program that XLA has not optimized yet |
 | `hlo` | HLO text, parsed |
 """
 
@@ -12,5 +12,4 @@ from fp8jax.inspect.program.compiled import CompiledProgram as CompiledProgram
 from fp8jax.inspect.program.compiled import Gemm as Gemm
 from fp8jax.inspect.program.compiled import Launch as Launch
 from fp8jax.inspect.program.compiled import read as read
-from fp8jax.inspect.program.lowered import equations as equations
 from fp8jax.inspect.program.lowered import read_lowered as read_lowered
