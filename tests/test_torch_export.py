@@ -62,6 +62,32 @@ def test_plain_weights(tmp_path):
         assert torch.equal(weight, want[name]), name
 
 
+class WithToken(torch.nn.Module):
+    """A layer, and a parameter and a buffer at the root."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls = torch.nn.Parameter(torch.arange(128.0))
+        self.register_buffer("ids", torch.tensor([3, 1]))
+        self.up = torch.nn.Linear(128, 128)
+
+
+def test_tensors_at_the_root(tmp_path):
+    model = fp8jax_torch.transform(WithToken(), "O3")
+    save(tmp_path / "out", model, config={}, format="fp8")
+    entries, state = read(tmp_path / "out").entries, model.state_dict()
+    assert sorted(entries) == ["cls", "ids", "up.bias", "up.weight", "up.weight_scale_inv"]
+    assert (entries["cls"].array() == state["cls"].numpy()).all()
+
+
+def test_a_single_layer(tmp_path):
+    model = fp8jax_torch.transform(torch.nn.Linear(128, 128), "O3")
+    save(tmp_path / "out", model, config={}, format="fp32")
+    entries = read(tmp_path / "out").entries
+    assert sorted(entries) == ["bias", "weight"]
+    assert (entries["weight"].array() == fp8jax_torch.value(model.weight).detach().numpy()).all()
+
+
 def test_a_plain_model_is_refused(tmp_path):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama.CONFIG))
     with pytest.raises(ValueError, match="`model`: expected layers in FP8"):

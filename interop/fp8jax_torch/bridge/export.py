@@ -41,7 +41,7 @@ def save(
     kernels = {}
     layer: Any
     for name, layer in model.named_modules():
-        place = mapping.place(f"{name}.weight") if isinstance(layer, FP8) else None
+        place = mapping.place(f"{name}.weight".removeprefix(".")) if isinstance(layer, FP8) else None
         if place is not None:
             kernels[place.path] = Kernel(layer.fp8.recipe, (), 0)
     if not kernels:

@@ -47,7 +47,7 @@ def mapping_of(model: torch.nn.Module) -> NameMap:
         own, axes = _weight_of(module)
         for name in tensors:
             full = f"{path}.{name}" if path else name
-            to = f"{path}/{own if name == 'weight' else name}"
+            to = f"{path}/{own if name == 'weight' else name}".removeprefix("/")
             to = to.replace("\\", r"\\")  # it is a template of a replacement
             renames.append(Rename(re.escape(full), to, axes if name == "weight" else None))
     return NameMap(tuple(renames))
