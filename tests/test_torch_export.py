@@ -88,6 +88,33 @@ def test_a_single_layer(tmp_path):
     assert (entries["weight"].array() == fp8jax_torch.value(model.weight).detach().numpy()).all()
 
 
+def compiled(model, request):
+    return torch.compile(model)
+
+
+def compiled_over_processes(model, request):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    request.addfinalizer(torch.distributed.destroy_process_group)
+    return torch.compile(torch.nn.parallel.DistributedDataParallel(model))
+
+
+@pytest.mark.parametrize("wrapped", [compiled, compiled_over_processes])
+def test_names_inside_of_wrappers(tmp_path, request, wrapped):
+    """`torch.compile` and DDP name their model `_orig_mod` and `module`, which no engine knows."""
+    model = fp8jax_torch.transform(torch.nn.Sequential(torch.nn.Linear(128, 128)), "block")
+    report = save(tmp_path / "out", wrapped(model, request), config={})
+    assert [row.name for row in report.rows] == ["0"]
+    assert sorted(read(tmp_path / "out").entries) == ["0.bias", "0.weight", "0.weight_scale_inv"]
+
+
+def test_a_compiled_layer_is_refused(tmp_path):
+    model = fp8jax_torch.transform(torch.nn.Sequential(torch.nn.Linear(128, 128)), "block")
+    model[0] = torch.compile(model[0])
+    with pytest.raises(ValueError, match=r"`model`: expected .*; got 0\._orig_mod"):
+        save(tmp_path / "out", model, config={})
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_plain_model_is_refused(tmp_path):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**llama.CONFIG))
     with pytest.raises(ValueError, match="`model`: expected layers in FP8"):

@@ -28,14 +28,23 @@ def save(
 
     Args:
         folder: a new or empty folder.
-        model: of Hugging Face's names, with the native backend.
+        model: of Hugging Face's names, with the native backend; also inside of `torch.compile` or
+            DistributedDataParallel.
         config: the model's `config.json`, such as `model.config.to_dict()`.
         format: a name of `fp8jax.checkpoints.FORMATS`.
         max_shard_bytes: a larger model has several files.
 
     Raises:
-        ValueError: as `fp8jax.checkpoints.save`; or no layer of the model is in FP8.
+        ValueError: as `fp8jax.checkpoints.save`; or no layer of the model is in FP8, or
+            a layer is compiled by itself.
     """
+    model = _inner(model)
+    for name, _ in model.named_modules():
+        if "_orig_mod" in name.split("."):
+            raise ValueError(
+                f"`model`: expected names without those of `torch.compile`; got {name}. Compile the whole "
+                "model, or a layer in its place: `layer.compile()`."
+            )
     mapping = mapping_of(model)
     variables = to_flax(model.state_dict(), mapping)
     kernels = {}
@@ -47,3 +56,12 @@ def save(
     if not kernels:
         raise ValueError("`model`: expected layers in FP8, as `fp8jax_torch.prepare` makes them; got none.")
     return write(folder, with_kernels(variables, kernels), mapping, config, format, max_shard_bytes)
+
+
+def _inner(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of `torch.compile` and data parallelism, which has the names that engines know."""
+    if "_orig_mod" in model._modules:
+        return _inner(model.get_submodule("_orig_mod"))
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
+        return _inner(model.module)
+    return model
