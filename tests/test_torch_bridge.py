@@ -737,3 +737,29 @@ def test_optimizer_of_plain_16_bit_parameters():
     for number, parameter in enumerate(model.parameters()):
         assert torch.equal(back["state"][number]["remainder"], optimizer.state[parameter]["remainder"])
     optimizer.load_state_dict(back)
+
+
+@pytest.mark.parametrize(
+    "tensor, is_held",
+    [
+        (torch.tensor([2**31 - 1, -(2**31)]), True),
+        (torch.tensor([2**31]), False),
+        (torch.tensor([0.5, float("inf"), float("nan")], dtype=torch.float64), True),
+        (torch.tensor([1e300], dtype=torch.float64), False),
+        (torch.tensor([0.1], dtype=torch.float64), False),
+    ],
+)
+def test_64_bits(tensor, is_held):
+    """JAX has 32 bits without `jax_enable_x64`."""
+    mapping = NameMap((Rename("ids", "ids"),))
+    if is_held:
+        array = to_flax({"ids": tensor}, mapping)["params"]["ids"]
+        np.testing.assert_array_equal(array, tensor.numpy())
+    else:
+        with pytest.raises(
+            ValueError, match=r"`state_dict`: expected values of ids that .*32 holds; got .*64"
+        ):
+            to_flax({"ids": tensor}, mapping)
+    with jax.enable_x64(True):
+        array = to_flax({"ids": tensor}, mapping)["params"]["ids"]
+        np.testing.assert_array_equal(array, tensor.numpy(), strict=True)

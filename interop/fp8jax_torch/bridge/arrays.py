@@ -49,6 +49,20 @@ def to_torch(
     return torch.from_numpy(bits).view(dtype).reshape(host.shape).to(device)
 
 
+def check_64_bits(name: str, tensor: Shaped[torch.Tensor, "..."]) -> None:
+    """Raises ValueError if JAX would change values of 64 bits: it has 32 without `jax_enable_x64`."""
+    if tensor.element_size() < 8:
+        return
+    given = tensor.detach().cpu().numpy()
+    with np.errstate(over="ignore"):
+        held = given.astype(jax.dtypes.canonicalize_dtype(given.dtype))
+    if not np.array_equal(held, given, equal_nan=True):
+        raise ValueError(
+            f"`state_dict`: expected values of {name} that {held.dtype} holds; got {given.dtype} values that "
+            "it does not. Convert them in torch, or switch on JAX's `jax_enable_x64`."
+        )
+
+
 def dtype_name(x: Any) -> str:
     """The name of an array's or tensor's dtype, which both libraries spell alike."""
     return str(x.dtype).removeprefix("torch.")

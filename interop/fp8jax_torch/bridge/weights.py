@@ -14,7 +14,7 @@ from jaxtyping import PyTree, Shaped
 from fp8jax.checkpoints import NameMap, Place
 from fp8jax.checkpoints.tree import Key, Tree, codes_and_scale, named
 from fp8jax.quantization import ScaledArray
-from fp8jax_torch.bridge.arrays import codes_of, same_bits, to_jax, to_torch
+from fp8jax_torch.bridge.arrays import check_64_bits, codes_of, same_bits, to_jax, to_torch
 from fp8jax_torch.bridge.pairs import Pair, paired, ties
 from fp8jax_torch.scaled import ScaledTensor
 
@@ -43,10 +43,12 @@ def to_flax(
 
     Raises:
         ValueError: a tensor has no partner on the other side, or one of another shape or format; one error
-            lists all.
+            lists all. Or a tensor has values of 64 bits that JAX would change.
     """
     tree = None if like is None else named(like)
     pairs = paired("state_dict", state_dict, mapping, tree)
+    for pair in pairs:
+        check_64_bits(pair.name, state_dict[pair.name])
     leaves = leaves_of(state_dict, pairs, tree, share=share)
     return traverse_util.unflatten_dict(leaves) if tree is None else tree.rebuilt(leaves | tree.ones())
 
