@@ -418,6 +418,16 @@ def test_nothing_is_overwritten(tmp_path, is_empty):
     assert (tmp_path / "config.json").read_text() == "mine"
 
 
+def test_other_users_may_read(tmp_path):
+    """safetensors 0.8.0 writes files that only their owner reads; here the umask decides."""
+    umask = os.umask(0o022)
+    try:
+        exported(tmp_path / "out", *trained("O3"), "fp8")
+    finally:
+        os.umask(umask)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()} == {0o644}
+
+
 def spoilt(variables):
     layer = variables["params"]["model"]["layers"]["0"]["mlp"]["up_proj"]
     layer = {"kernel": layer["kernel"].at[0, 0].set(jnp.inf)}

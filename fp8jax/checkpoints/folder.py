@@ -51,7 +51,9 @@ class Writer:
         self._pending[name] = np.ascontiguousarray(array).reshape(array.shape)
 
     def _flush(self) -> None:
-        self._save(self._pending, self._folder / str(len(self._files)), metadata={"format": "pt"})
+        file = self._folder / str(len(self._files))
+        self._save(self._pending, file, metadata={"format": "pt"})
+        file.chmod(self._folder.stat().st_mode & 0o666)  # by the umask; safetensors 0.8.0 has 0600
         self._files.append(list(self._pending))
         self._total += sum(x.nbytes for x in self._pending.values())
         self._pending = {}
