@@ -261,5 +261,5 @@ def test_export_overwrites_nothing(trained, tmp_path):
     )
     assert done.returncode == 2 and os.listdir(tmp_path / "out") == ["mine"]
     assert done.stderr == (
-        "fp8jax export: `folder`: expected a new or empty folder; got out, which has files.\n"
+        "fp8jax export: `folder`: expected a new or empty folder; got out, which has mine.\n"
     )

@@ -418,6 +418,18 @@ def test_nothing_is_overwritten(tmp_path, is_empty):
     assert (tmp_path / "config.json").read_text() == "mine"
 
 
+def test_a_stopped_export_is_named(tmp_path):
+    """A signal in `save` into an empty folder leaves a hidden folder, which `ls` does not show."""
+    (tmp_path / "out" / ".out.yasxk87s").mkdir(parents=True)
+    with pytest.raises(
+        ValueError, match=r"got .*out, which has \.out\.yasxk87s, of a stopped export: delete"
+    ):
+        exported(tmp_path / "out", *trained("O3"), "fp8")
+    (tmp_path / "out" / ".out.yasxk87s").rename(tmp_path / "out" / "mine")
+    with pytest.raises(ValueError, match="got .*out, which has mine.$"):
+        exported(tmp_path / "out", *trained("O3"), "fp8")
+
+
 def test_other_users_may_read(tmp_path):
     """safetensors 0.8.0 writes files that only their owner reads; here the umask decides."""
     umask = os.umask(0o022)

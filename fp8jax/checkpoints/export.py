@@ -125,8 +125,11 @@ def write(
     """Writes a model as a Hugging Face folder; see `save`."""
     given, chosen, mapping = folder, format_of(format), by_name(mapping)
     folder = pathlib.Path(folder).absolute()
-    if os.path.lexists(folder) and (not folder.is_dir() or any(folder.iterdir())):
-        wrong = "has files" if folder.is_dir() else "is no folder"
+    files = sorted(os.listdir(folder)) if folder.is_dir() else []
+    hidden = f".{folder.name}."  # a temporary folder's name begins so
+    if files or (os.path.lexists(folder) and not folder.is_dir()):
+        wrong = f"has {files[0]}" if files else "is no folder"
+        wrong += ", of a stopped export: delete it" if files and files[0].startswith(hidden) else ""
         raise ValueError(f"`folder`: expected a new or empty folder; got {given}, which {wrong}.")
     if not isinstance(max_shard_bytes, numbers.Real) or not max_shard_bytes > 0:
         raise ValueError(f"`max_shard_bytes`: expected a positive number; got {max_shard_bytes!r}.")
@@ -142,7 +145,7 @@ def write(
         raise ValueError(f"`folder`: expected a path below a folder; got {given}: {error}.") from None
     rows: list[ExportRow] = []
     home = folder if folder.exists() else folder.parent
-    with tempfile.TemporaryDirectory(dir=home, prefix=f".{folder.name}.") as temporary:
+    with tempfile.TemporaryDirectory(dir=home, prefix=hidden) as temporary:
         new = pathlib.Path(temporary) / "new"
         new.mkdir()
         writer = Writer(new, max_shard_bytes)
