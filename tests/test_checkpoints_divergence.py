@@ -2,6 +2,7 @@
 
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import llama
@@ -13,7 +14,7 @@ from llama import TOKENS, trained
 from test_checkpoints_export import PLAIN, value_of
 
 import fp8jax
-from fp8jax.checkpoints import LLAMA, NameMap, Rename, divergence, weights
+from fp8jax.checkpoints import LLAMA, NameMap, Rename, divergence, save, weights
 
 X = jax.random.normal(jax.random.key(0), (32, 256))
 FLOAT32 = "block,scaling=block_float32"
@@ -123,3 +124,30 @@ def test_divergence_refuses(format, returns, says):
     mapping = NameMap((Rename("up.weight", "kernel", axes=(1, 0)),))
     with pytest.raises(ValueError, match=says):
         divergence(model, variables, X, mapping=mapping, format=format)
+
+
+class Dropped(nn.Module):
+    @nn.compact
+    def __call__(self, x, *, train):
+        return nn.Dense(384, name="up")(nn.Dropout(0.5, deterministic=not train)(x))
+
+
+class DroppedNNX(nnx.Module):
+    def __init__(self):
+        self.up = nnx.Linear(256, 384, rngs=nnx.Rngs(0))
+
+    def __call__(self, x, *, train):
+        return self.up(x if train else x / 2)
+
+
+@pytest.mark.parametrize("is_nnx", [False, True])
+def test_keyword_inputs(tmp_path, is_nnx):
+    model = fp8jax.transform(DroppedNNX() if is_nnx else Dropped(), "block")
+    args = () if is_nnx else (model.init(jax.random.key(0), X, train=False), X)
+    report = save(tmp_path / "out", model, *args, mapping=PLAIN, config={}, train=False)
+    assert [row.name for row in report.rows] == ["up"]
+    assert len(weights(model, *args, mapping=PLAIN, train=False)) == 3
+    options = {"mapping": PLAIN, "format": "fp8:ue8m0"}
+    assert divergence(model, *(args or (X,)), **options, train=False) == 0
+    with pytest.raises(TypeError, match="unexpected keyword argument 'max_shards'"):
+        save(tmp_path / "new", model, *args, mapping=PLAIN, config={}, train=False, max_shards=1)

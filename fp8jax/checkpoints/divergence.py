@@ -41,7 +41,9 @@ _RECIPES = {
 }
 
 
-def divergence(model: Any, *args: Any, mapping: NameMap | str, format: str = "fp8") -> Float32[Array, ""]:
+def divergence(
+    model: Any, *args: Any, mapping: NameMap | str, format: str = "fp8", **kwargs: Any
+) -> Float32[Array, ""]:
     r"""The Kullback-Leibler divergence of an engine's probabilities from those of training.
 
         mean over positions of sum_c p(c) (log p(c) - log q(c))        p: of the engine, q: of training
@@ -57,7 +59,7 @@ def divergence(model: Any, *args: Any, mapping: NameMap | str, format: str = "fp
 
     Args:
         model: a model from `fp8jax.transform`, without adapters, that returns logits, shape=(..., classes).
-        args: the model's variables and inputs; for an NNX module the inputs. Arrays, because they are
+        args, kwargs: the model's variables and inputs; for an NNX module the inputs. Arrays, because they are
             computed with.
         mapping, format: see `save`.
 
@@ -84,16 +86,18 @@ def divergence(model: Any, *args: Any, mapping: NameMap | str, format: str = "fp
             f"re:{re.escape('/'.join(path))}",
             recipe if kernel.recipe.is_quantized else f"gemm={kernel.recipe.gemm}",
         )
-        for path, kernel in adapter.kernels(variables, *inputs).items()
+        for path, kernel in adapter.kernels(variables, *inputs, **kwargs).items()
     ]
     engine = adapter_of(transform(adapter.plain(), recipe, rules=rules))
-    served = _served(source_of(model, args), by_name(mapping), chosen, recipe)
-    p, q = (_log_probabilities(*call, inputs) for call in ((engine, served), (adapter, variables)))
+    served = _served(source_of(model, args, kwargs), by_name(mapping), chosen, recipe)
+    p, q = (_log_probabilities(*call, inputs, kwargs) for call in ((engine, served), (adapter, variables)))
     return jnp.mean(jnp.sum(jnp.exp(p) * (p - q), -1))
 
 
-def _log_probabilities(model: Adapter, variables: Any, inputs: tuple[Any, ...]) -> Float32[Array, "..."]:
-    logits = model.apply(variables, *inputs)
+def _log_probabilities(
+    model: Adapter, variables: Any, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Float32[Array, "..."]:
+    logits = model.apply(variables, *inputs, **kwargs)
     if not isinstance(logits, jax.Array):
         raise ValueError(f"`model`: expected one that returns logits; got {type(logits).__name__}.")
     return jax.nn.log_softmax(logits.astype(jnp.float32))

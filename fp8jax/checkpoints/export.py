@@ -83,6 +83,7 @@ def save(
     config: Mapping[str, Any],
     format: str = "fp8",
     max_shard_bytes: int = 5 * 10**9,
+    **kwargs: Any,
 ) -> ExportReport:
     """Writes a transformed model as a Hugging Face folder for Transformers, vLLM or SGLang.
 
@@ -94,8 +95,8 @@ def save(
     Args:
         folder: a new or empty folder.
         model: a model from `fp8jax.transform`, without adapters.
-        args: the model's variables and example inputs, arrays or `jax.ShapeDtypeStruct`s, as for `freeze`;
-            for an NNX module nothing.
+        args, kwargs: the model's variables and example inputs, arrays or `jax.ShapeDtypeStruct`s, as for
+            `freeze`; for an NNX module nothing.
         mapping: from torch's names; or a name: gpt2, llama, mixtral, qwen3, or package.module:name of a map.
         config: the model's `config.json`, such as `transformers.LlamaConfig(...).to_dict()`.
         format: a name of `FORMATS`.
@@ -111,7 +112,7 @@ def save(
         TypeError: `model` is not from `fp8jax.transform`, or `folder` is no path.
         ImportError: safetensors is not installed.
     """
-    return write(folder, source_of(model, args), mapping, config, format, max_shard_bytes)
+    return write(folder, source_of(model, args, kwargs), mapping, config, format, max_shard_bytes)
 
 
 def write(
@@ -175,7 +176,7 @@ def write(
 
 
 def weights(
-    model: Any, *args: Any, mapping: NameMap | str, format: str = "fp8"
+    model: Any, *args: Any, mapping: NameMap | str, format: str = "fp8", **kwargs: Any
 ) -> dict[str, Shaped[Array, "..."]]:
     """The arrays that `save` writes, by name: codes, scales and tensors in high precision.
 
@@ -183,13 +184,13 @@ def weights(
     of a kernel with an infinity or NaN are NaN.
 
     Args:
-        model, args, mapping, format: see `save`.
+        model, args, kwargs, mapping, format: see `save`.
     """
-    found = tensors_of(source_of(model, args), by_name(mapping), format_of(format))
+    found = tensors_of(source_of(model, args, kwargs), by_name(mapping), format_of(format))
     return {name + end: array for name, parts, _ in found for end, array in parts.items()}
 
 
-def source_of(model: Any, args: tuple[Any, ...]) -> ExportSource:
+def source_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportSource:
     """A transformed model, to be written; raises ValueError if it has adapters."""
     adapter = adapter_of(model)
     if adapter.settings.lora is not None:
@@ -202,7 +203,7 @@ def source_of(model: Any, args: tuple[Any, ...]) -> ExportSource:
             f"`variables`: expected a tree with {PARAMS!r}, as `model.init` gives; got "
             f"{type(variables).__name__} without it. Give all variables."
         )
-    return with_kernels(variables, adapter.kernels(variables, *inputs))
+    return with_kernels(variables, adapter.kernels(variables, *inputs, **kwargs))
 
 
 def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> ExportSource:

@@ -1,6 +1,7 @@
 """The FP8 copy of an NNX module, and back; and `NNXModel`, a transformed module as a function."""
 
 import dataclasses
+import inspect
 from typing import Any
 
 import jax
@@ -74,8 +75,10 @@ class NNXModel:
         return copy(*args, **kwargs)
 
     def kernels(self, variables: Any, *args: Any, **kwargs: Any) -> dict[tuple[str, ...], Kernel]:
-        """The module's kernels by path."""
-        del variables, args, kwargs
+        """The module's kernels by path; raises TypeError for a keyword that its call does not have."""
+        del variables, args
+        if kwargs:
+            inspect.signature(self.module.__call__).bind_partial(**kwargs)  # pyright: ignore
         return {path: kernel for path, kernel, _ in placed_kernels(self.module)}
 
     def freeze(self, variables: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
