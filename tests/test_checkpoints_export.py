@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import fp8jax
 from fp8jax.checkpoints import FORMATS, GPT2, LLAMA, NameMap, Rename, load, save, weights
-from fp8jax.checkpoints.folder import read
+from fp8jax.checkpoints.folder import Writer, read
 from fp8jax.checkpoints.serving import ServingFormat
 from fp8jax.quantization import is_scaled, value
 from fp8jax.scaling import LHS, RHS, of_recipe
@@ -428,6 +428,17 @@ def test_a_stopped_export_is_named(tmp_path):
     (tmp_path / "out" / ".out.yasxk87s").rename(tmp_path / "out" / "mine")
     with pytest.raises(ValueError, match="got .*out, which has mine.$"):
         exported(tmp_path / "out", *trained("O3"), "fp8")
+
+
+def test_a_folder_that_another_process_writes(tmp_path, monkeypatch):
+    def finish(writer, finish=Writer.finish):
+        finish(writer)
+        (tmp_path / "out" / "theirs").mkdir(parents=True)
+
+    monkeypatch.setattr(Writer, "finish", finish)
+    with pytest.raises(ValueError, match="expected that nothing else writes .*out; got Directory not empty"):
+        exported(tmp_path / "out", *trained("O3"), "fp8")
+    assert [os.listdir(tmp_path), os.listdir(tmp_path / "out")] == [["out"], ["theirs"]]
 
 
 def test_other_users_may_read(tmp_path):

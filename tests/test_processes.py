@@ -230,6 +230,35 @@ rows = [{"x": row[:32], "y": row[32:]} for row in numbers]
 trainer = train.Trainer(Net(), loss, config, {name: x[None] for name, x in rows[0].items()})
 train.fit(trainer, rows[32:], validation=rows[:32], validation_loss=loss)
 """
+# `save` in all processes, of the same variables whole and sharded.
+SAVING = """
+import os, sys
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import fp8jax
+from fp8jax import train
+from fp8jax.checkpoints import NameMap, Rename, save
+
+config = train.TrainConfig(**train.config.read(train.TrainConfig))
+train.distributed.initialize(config)
+mesh = Mesh(jax.devices(), "data")
+whole, cut = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+model, x = fp8jax.transform(nn.Dense(64), "te"), jnp.ones((32, 64))
+variables = jax.jit(lambda: model.init(jax.random.key(0), x), out_shardings=whole)()
+options = {"mapping": NameMap((Rename("up.weight", "kernel"), Rename("up.bias", "bias"))), "config": {}}
+rows = [save("saved/whole", model, variables, x, **options).rows]
+sharded = {**variables, "params": jax.device_put(variables["params"], cut)}
+try:
+    save("saved/sharded", model, sharded, x, **options)
+except ValueError as error:
+    print(error, file=sys.stderr, flush=True)
+rows.append(save("saved/again", model, jax.device_put(sharded, whole), x, **options).rows)
+assert [len(each) for each in rows] == [1 - jax.process_index()] * 2
+train.distributed.wait_for_all()
+assert sorted(os.listdir("saved")) == ["again", "whole"]
+"""
 FIT = "--recipe te --max-steps 12 --eval-steps 6 --save-steps 6 --learning-rate 1e-3".split()
 
 
@@ -379,6 +408,18 @@ def test_two_processes_fit_a_trainer_as_one_does(start):
     for ours, theirs in zip(losses(start.folder / "fit-2"), losses(start.folder / "fit-1"), strict=True):
         # Batches differ by a tenth; sums over two devices by roundings that move a code here and there.
         np.testing.assert_allclose(ours, theirs, rtol=EARLY)
+
+
+def test_one_of_two_processes_saves_a_folder(start):
+    group = start(2, "--output-dir", "none", code=SAVING)
+    assert [group.end(i) for i in range(2)] == [0, 0], group.printed(0) + group.printed(1)
+    for i in range(2):
+        refused = "`variables`: expected arrays that each process has whole; got params/bias, sharded over"
+        assert refused in group.printed(i)
+    files = [
+        (start.folder / "saved" / name / "model.safetensors").read_bytes() for name in ("whole", "again")
+    ]
+    assert files[0] == files[1]
 
 
 def test_killed_process_stops_the_others(killed):

@@ -103,16 +103,21 @@ def save(
         max_shard_bytes: a larger model has several files.
 
     Returns:
-        An `ExportReport`, which says for each kernel whether it is unchanged, or its SQNR in dB.
+        An `ExportReport`, which says for each kernel whether it is unchanged, or its SQNR in dB. Of arrays
+        that several processes have, the first process writes the folder; the report of the others is empty.
 
     Raises:
         ValueError: an argument is of another kind; the folder is not empty; no rename leads to a parameter;
             the format cannot hold a kernel; a kernel has an infinity or NaN; the model has adapters, or
-            statistics of a BatchNorm.
+            statistics of a BatchNorm; an array is sharded over processes.
         TypeError: `model` is not from `fp8jax.transform`, or `folder` is no path.
         ImportError: safetensors is not installed.
     """
-    return write(folder, source_of(model, args, kwargs), mapping, config, format, max_shard_bytes)
+    variables, kernels = _split(model, args, kwargs)
+    local = _local(variables)
+    if local is None:
+        return ExportReport(format, ())
+    return write(folder, with_kernels(local, kernels), mapping, config, format, max_shard_bytes)
 
 
 def write(
@@ -171,7 +176,13 @@ def write(
             for file in sorted(new.iterdir(), key=lambda file: file.name == CONFIG):
                 file.rename(folder / file.name)
         else:
-            new.rename(folder)
+            try:
+                new.rename(folder)
+            except OSError as error:
+                raise ValueError(
+                    f"`folder`: expected that nothing else writes {given}; got {error.strerror}. If this is "
+                    "one of many processes, save in one of them."
+                ) from None
     return ExportReport(format, tuple(rows))
 
 
@@ -192,6 +203,37 @@ def weights(
 
 def source_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportSource:
     """A transformed model, to be written; raises ValueError if it has adapters."""
+    return with_kernels(*_split(model, args, kwargs))
+
+
+def _local(variables: Any) -> Any:
+    """The variables as arrays of this process; None if another process writes them for all.
+
+    Raises:
+        ValueError: an array is sharded over processes.
+    """
+    writers = {jax.process_index()}
+
+    def local(path: Any, x: Any) -> Any:
+        if not isinstance(x, jax.Array) or x.is_fully_addressable:
+            return x
+        if not x.is_fully_replicated:
+            raise ValueError(
+                "`variables`: expected arrays that each process has whole; got "
+                f"{jax.tree_util.keystr(path, simple=True, separator='/')}, sharded over processes. In all "
+                "processes say `jax.device_put(variables, NamedSharding(mesh, PartitionSpec()))` first."
+            )
+        writers.add(min(device.process_index for device in x.sharding.device_set))
+        return x.addressable_data(0)
+
+    found = jax.tree_util.tree_map_with_path(local, variables)
+    return found if min(writers) == jax.process_index() else None
+
+
+def _split(
+    model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, dict[tuple[str, ...], Kernel]]:
+    """The variables and kernels of a model without adapters."""
     adapter = adapter_of(model)
     if adapter.settings.lora is not None:
         raise ValueError(
@@ -203,7 +245,7 @@ def source_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> E
             f"`variables`: expected a tree with {PARAMS!r}, as `model.init` gives; got "
             f"{type(variables).__name__} without it. Give all variables."
         )
-    return with_kernels(variables, adapter.kernels(variables, *inputs, **kwargs))
+    return variables, adapter.kernels(variables, *inputs, **kwargs)
 
 
 def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> ExportSource:
