@@ -111,8 +111,8 @@ print(f"bf16: loss {losses['bf16'][0]:.2f} at the first step, {np.mean(losses['b
 # %% [markdown]
 # ## The same loop in FP8
 #
-# A *recipe* names a format for each kind of tensor. `fp8` also saves memory; `current` needs one line only. Five lines
-# change:
+# A *recipe* names a format for each kind of tensor. `fp8` also saves memory; `current` needs one line only.
+# Five lines change:
 #
 # 1. `fp8jax.transform(module, recipe)` gives a model that computes its linear layers in FP8;
 # 2. `fp8jax.optim.clip_by_global_norm` replaces optax's, because FP8 gradients have scales;
