@@ -407,6 +407,33 @@ def test_attention_heads():
     assert (value_of(arrays, "o") == stored["o"]["kernel"].reshape(128, 64).T).all()
 
 
+@pytest.mark.parametrize("format", ["fp8", "compressed-tensors:nvfp4", "bf16"])
+def test_the_weight_of_a_root_layer(tmp_path, format):
+    x, mapping = jnp.ones((32, 64)), NameMap((Rename("weight", "kernel", axes=(1, 0)),))
+    model = fp8jax.transform(nn.Dense(96, use_bias=False), "block")
+    variables = model.init(jax.random.key(0), x)
+    report = save(tmp_path / "out", model, variables, x, mapping=mapping, format=format, config={})
+    assert [row.name for row in report.rows] == ["weight"]
+    assert set(read(tmp_path / "out").entries) == set(REQUIRED[format])
+    loaded = load(tmp_path / "out", like=variables, mapping=mapping)["params"]["kernel"]
+    np.testing.assert_allclose(loaded, variables["params"]["kernel"], atol=0.1)
+
+
+def test_a_kernel_whose_scales_have_no_name(tmp_path):
+    """Only `X.weight` has a `X.weight_scale_inv`; plain weights have any name."""
+    x, mapping = jnp.ones((32, 64)), NameMap((Rename("attn.in_proj_weight", "kernel", axes=(1, 0)),))
+    model = fp8jax.transform(nn.Dense(96, use_bias=False), "block")
+    variables = model.init(jax.random.key(0), x)
+    options = {"mapping": mapping, "config": {}}
+    with pytest.raises(ValueError, match="a name that ends in .weight, .*; got attn.in_proj_weight. Exclude"):
+        save(tmp_path / "out", model, variables, x, format="fp8", **options)
+    assert not list(tmp_path.iterdir())
+    report = save(tmp_path / "out", model, variables, x, format="bf16", **options)
+    assert (
+        [row.name for row in report.rows] == list(read(tmp_path / "out").entries) == ["attn.in_proj_weight"]
+    )
+
+
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_nothing_is_overwritten(tmp_path, is_empty):
     if is_empty:

@@ -109,7 +109,7 @@ def _served(source: ExportSource, mapping: NameMap, format: ServingFormat, recip
     tree, kernels = named({PARAMS: plain}), dict[Key, list[Any]]()
     for name, parts, row in tensors_of(source, mapping, format):
         if row is not None and row.is_quantized:
-            place = mapping.place(name + CODES)
+            place = mapping.place(name)
             assert place is not None
             kernels.setdefault((PARAMS, *place.path), []).append(_operand(parts, place, format, recipe))
 

@@ -23,7 +23,15 @@ from fp8jax.adapters.adapter import adapter_of
 from fp8jax.checkpoints.folder import CONFIG, Writer
 from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap
-from fp8jax.checkpoints.serving import INPUT, QUANTIZATION, PlainFormat, ServingFormat, encode, format_of
+from fp8jax.checkpoints.serving import (
+    CODES,
+    INPUT,
+    QUANTIZATION,
+    PlainFormat,
+    ServingFormat,
+    encode,
+    format_of,
+)
 from fp8jax.checkpoints.tree import Key, Tree, named
 from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, value
@@ -68,11 +76,16 @@ class ExportSource(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A torch tensor, as one or more arrays by the ends of their names."""
+    """A torch tensor: an array, with the end "", or codes and scales, by the ends of their names."""
 
-    name: str  # without "weight" at its end
+    name: str
     parts: dict[str, Array]
     row: ExportRow | None
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name; `weight` alone is a name, too."""
+        base = f".{self.name}" if "" in self.parts else f".{self.name}".removesuffix(CODES)
+        return {f"{base}{end}"[1:]: array for end, array in self.parts.items()}
 
 
 def save(
@@ -155,14 +168,14 @@ def write(
         new = pathlib.Path(temporary) / "new"
         new.mkdir()
         writer = Writer(new, max_shard_bytes)
-        for name, parts, row in tensors_of(source, mapping, chosen):
-            for end, array in parts.items():
-                writer.add(name + end, np.asarray(array))
-            if row is not None:
+        for tensor in tensors_of(source, mapping, chosen):
+            for name, array in tensor.arrays().items():
+                writer.add(name, np.asarray(array))
+            if (row := tensor.row) is not None:
                 same, sqnr = bool(row.is_unchanged), float(math.inf if row.sqnr is None else row.sqnr)
                 if math.isnan(sqnr):
                     raise ValueError(
-                        f"`variables`: expected finite numbers in {name}; got an infinity or NaN."
+                        f"`variables`: expected finite numbers in {row.name}; got an infinity or NaN."
                     )
                 rows.append(row._replace(is_unchanged=same, sqnr=None if same else sqnr))
         writer.finish()
@@ -198,7 +211,7 @@ def weights(
         model, args, kwargs, mapping, format: see `save`.
     """
     found = tensors_of(source_of(model, args, kwargs), by_name(mapping), format_of(format))
-    return {name + end: array for name, parts, _ in found for end, array in parts.items()}
+    return {name: array for tensor in found for name, array in tensor.arrays().items()}
 
 
 def source_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportSource:
@@ -276,14 +289,14 @@ def tensors_of(
             place = mapping.place(name)
             assert place is not None
             part = _part(stored, index)
-            shape = place.torch_shape(part.shape)
+            shape, layer = place.torch_shape(part.shape), name.removesuffix(CODES)
             if kernel is None or isinstance(format, PlainFormat):
                 array, row = place.restore(format.unquantized(part), shape), None
-                if len(shape) == 2 and name.endswith(".weight") and path[-1] != "embedding":
-                    row = ExportRow(name.removesuffix(".weight"), False, True, _inf_if_finite(array))
+                is_matrix = len(shape) == 2 and f".{name}".endswith(CODES) and path[-1] != "embedding"
+                if kernel is not None or is_matrix:
+                    row = ExportRow(layer, False, True, _inf_if_finite(array))
                 yield Tensor(name, {"": array}, row)
                 continue
-            base = name.removesuffix(".weight")
             format.check(name, shape, is_transposed=place.axes is None)
             x = place.restore(value(part).astype(jnp.float32), shape)
             q, method = _part(codes, index), None
@@ -295,7 +308,7 @@ def tensors_of(
             parts, is_unchanged, sqnr = encode(x, q, method, format)
             if format.is_static:
                 parts[INPUT] = _input_scale(name, states, index)
-            yield Tensor(base, parts, ExportRow(base, True, is_unchanged, sqnr))
+            yield Tensor(name, parts, ExportRow(layer, True, is_unchanged, sqnr))
 
 
 def _inf_if_finite(x: Array) -> Array:

@@ -101,6 +101,11 @@ class ServingFormat:
         rows, columns = self.method.block
         if len(shape) != 2:
             raise ValueError(f"`mapping`: expected a matrix for {name}; got shape {list(shape)}.")
+        if not f".{name}".endswith(CODES):
+            raise ValueError(
+                f"`mapping`: expected a kernel with a name that ends in {CODES}, from which engines make the "
+                f"names of its scales; got {name}. Exclude the layer by a rule, or take the format bf16."
+            )
         if is_transposed and self.config["quant_method"] != "fp8":
             raise ValueError(
                 f"`format`: expected an fp8 one for {name}, which is stored as (in, out), as Conv1D's "

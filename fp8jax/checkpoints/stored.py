@@ -139,6 +139,7 @@ def _block(weights: Mapping[str, Any]) -> tuple[int, int]:
 
 def tensors(entries: Mapping[str, Entry], blocks: list[tuple[int, int]] | None) -> Iterator[Stored]:
     """The tensors with their scales, checked."""
+    entries = {f".{name}": entry for name, entry in entries.items()}  # `weight` alone has an end, too
     bases = {name.removesuffix(end) for end in _CODES for name in entries if name.endswith(end)}
     for name, entry in entries.items():
         ends = [end for end in (*_SCALES, *_OF_INPUTS) if name.endswith(end)]
@@ -146,7 +147,8 @@ def tensors(entries: Mapping[str, Entry], blocks: list[tuple[int, int]] | None) 
             continue
         base = next((name.removesuffix(end) for end in _CODES if name.endswith(end)), None)
         scales = {end: entries[f"{base}{end}"] for end in _SCALES if f"{base}{end}" in entries}
-        tensor = Stored(name if base is None else f"{base}{CODES}", entry, scales, (0, 0))
+        whole = name if base is None else f"{base}{CODES}"
+        tensor = Stored(whole[1:], entry, scales, (0, 0))
         yield tensor._replace(block=_block_in(tensor, blocks))
 
 
