@@ -213,6 +213,17 @@ def test_heads_of_an_fp8_kernel(tmp_path):
         assert (value(got) == value(want).reshape(256, 4, 96)).all() and value(got).any()
 
 
+def test_a_shape_with_a_number_for_the_wrong_dimension(tmp_path):
+    model, x = fp8jax.transform(lambda params, x: x @ params["q"], "O3"), jnp.ones((32, 64))
+    variables = model.init({"q": jnp.ones((64, 64))}, x)
+    plain = NameMap((Rename("q.weight", "q", axes=(1, 0)),))
+    save(tmp_path / "out", model, variables, x, mapping=plain, format="bf16", config={})
+    heads = NameMap((Rename("q.weight", "q", axes=(1, 0), shape=(64, 4, -1)),))
+    like = {"q": jax.ShapeDtypeStruct((64, 4, 16), jnp.float32)}
+    with pytest.raises(ValueError, match=r"got \[64, 64\] in q.weight. .* Check shape=\(64, 4, -1\) of its"):
+        load(tmp_path / "out", like=like, mapping=heads)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("to", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_plain_numbers_of_all_dtypes(tmp_path, dtype, to):

@@ -80,3 +80,24 @@ def test_the_bias_of_all_heads():
     place, bias = mapping.place("query.bias"), np.arange(6.0)
     assert place.torch_shape((2, 3)) == (6,)
     np.testing.assert_array_equal(place.restore(place.arrange(bias), (6,)), bias)
+
+
+@pytest.mark.parametrize(
+    "shape, flax, torch", [((-1, 4, 16), (64, 4, 16), (64, 64)), ((4, 16, -1), (4, 16, 48), (48, 64))]
+)
+def test_heads_both_ways(shape, flax, torch):
+    place = NameMap((Rename("q", "q", axes=(1, 0), shape=shape),)).place("q")
+    assert place.arrange(np.zeros(torch)).shape == flax and place.torch_shape(flax) == torch
+    for other in ((64, 8, 8), (2, *flax)):
+        with pytest.raises(ValueError, match=r"`mapping`: expected shape \(.*\) for q; got \["):
+            place.torch_shape(other)
+
+
+@pytest.mark.parametrize("shape, torch", [((64, 4, -1), (64, 64)), ((-1, 16, 48), (48, 64))])
+def test_a_number_for_the_wrong_dimension(shape, torch):
+    """-1 is the dimension that torch has, too; else `save` would join the wrong dimensions."""
+    place = NameMap((Rename("q", "q", axes=(1, 0), shape=shape),)).place("q")
+    with pytest.raises(
+        ValueError, match=r"`mapping`: expected shape=\(.*\) of q to have -1 for the dimension"
+    ):
+        place.arrange(np.zeros(torch))

@@ -124,6 +124,10 @@ def _check_shapes(key: Key, found: Mapping[tuple[int, ...], tuple[Stored, Place]
         is_inside = all(i < n for i, n in zip(index, like.shape, strict=False))
         if shape != tuple(like.shape[depth:]) or not is_inside or len(index) != depth:
             remedy, got = "Build the model with the sizes of config.json.", shape or tensor.shape
+            if shape is None:
+                remedy += (
+                    f" Check shape={place.shape} of its `Rename`: -1 is a dimension that torch has, too."
+                )
             if shape != tuple(like.shape[depth:]) and sorted(got) == sorted(like.shape[depth:]):
                 remedy = "Check `axes` of its `Rename`, which give this order."
             raise ValueError(

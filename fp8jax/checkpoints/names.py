@@ -36,7 +36,8 @@ class Rename:
         axes: torch's dimensions in Flax's order, as `torch.permute` takes them; None keeps the order.
         shape: the Flax array's shape where dimensions are split or joined, at most one of them -1:
             (-1, heads, width) for an attention kernel, where torch has one dimension for all heads, and
-            (heads, width) without `axes` for its bias, a vector in torch.
+            (heads, width) without `axes` for its bias, which is written as a vector. Beside `axes`, -1 is the
+            first or last dimension, which torch has, too, and the others are one dimension in torch.
     """
 
     torch: str
@@ -67,9 +68,21 @@ class Place(NamedTuple):
     shape: tuple[int, ...] | None = None
 
     def arrange(self, tensor: Any) -> Any:
-        """Brings a torch tensor, or an array in torch's order, into Flax's order."""
+        """Brings a torch tensor, or an array in torch's order, into Flax's order.
+
+        Raises:
+            ValueError: `shape` does not fit, or `torch_shape` of the result would be another shape.
+        """
         ordered = tensor if self.axes is None else _permuted(tensor, self.axes)
-        return ordered if self.shape is None else ordered.reshape(self.shape)
+        if self.shape is None:
+            return ordered
+        arranged = ordered.reshape(self.shape)
+        if self.axes and self._has_way_back and self.torch_shape(arranged.shape) != tuple(tensor.shape):
+            raise ValueError(
+                f"`mapping`: expected shape={self.shape} of {'/'.join(self.path)} to have -1 for the "
+                f"dimension that torch has, too; got a tensor of shape {list(tensor.shape)}."
+            )
+        return arranged
 
     def restore(self, tensor: Any, shape: Sequence[int]) -> Any:
         """Brings a tensor or array from Flax's order into torch's, with the shape `shape`."""
@@ -82,20 +95,32 @@ class Place(NamedTuple):
         """The shape in torch of an array with the shape `shape` in Flax.
 
         Raises:
-            ValueError: it does not follow, because dimensions in the middle are split or joined.
+            ValueError: it does not follow, because dimensions in the middle are split or joined; or `shape`
+                is not the shape that `arrange` gives.
         """
         shape, axes = tuple(shape), self.axes
-        if axes is None:
-            return shape if self.shape is None else (math.prod(shape),)  # a vector: the bias of all heads
         if self.shape is not None:
-            if len(axes) != 2 or -1 not in (self.shape[0], self.shape[-1]):
+            if not self._has_way_back:
                 raise ValueError(
                     f"`mapping`: expected a `Rename` with two axes and a shape with -1 at an end for "
                     f"{'/'.join(self.path)}; got axes={axes}, shape={self.shape}."
                 )
+            if not all(wanted in (-1, got) for wanted, got in itertools.zip_longest(self.shape, shape)):
+                raise ValueError(
+                    f"`mapping`: expected shape {self.shape} for {'/'.join(self.path)}; got {list(shape)}."
+                )
+            if axes is None:
+                return (math.prod(shape),)  # a vector: the bias of all heads
             split = 1 if self.shape[0] == -1 else len(shape) - 1
             shape = (math.prod(shape[:split]), math.prod(shape[split:]))
-        return tuple(shape[axes.index(axis)] for axis in range(len(axes)))
+        return shape if axes is None else tuple(shape[axes.index(axis)] for axis in range(len(axes)))
+
+    @property
+    def _has_way_back(self) -> bool:
+        """Whether `torch_shape` can tell the dimensions that `shape` splits."""
+        if self.axes is None or self.shape is None:
+            return True
+        return len(self.axes) == 2 and -1 in (self.shape[0], self.shape[-1])
 
 
 def _permuted(tensor: Any, axes: Sequence[int]) -> Any:
