@@ -434,6 +434,36 @@ def test_a_kernel_whose_scales_have_no_name(tmp_path):
     )
 
 
+def scanned(axis=0):
+    """Two layers with a gate, a learned scalar, under a scan."""
+
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            gate = self.param("gate", nn.initializers.normal(), ())
+            return x + gate * nn.Dense(64, name="d")(x), None
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            over = {"params": axis}
+            scan = nn.scan(Layer, variable_axes=over, split_rngs={"params": True}, length=2)
+            return scan(name="layers")(x, None)[0]
+
+    return Net()
+
+
+def test_a_scalar_of_scanned_layers(tmp_path):
+    x, mapping = jnp.ones((32, 64)), NameMap((*PLAIN.renames, Rename(r"(.*)\.gate", r"\1/gate")))
+    model, options = fp8jax.transform(scanned(), "current"), {"mapping": mapping.stacked("layers")}
+    variables = model.init(jax.random.key(0), x)
+    save(tmp_path / "out", model, variables, x, format="fp32", config={}, **options)
+    entries = read(tmp_path / "out").entries
+    assert entries["layers.0.gate"].shape == entries["layers.1.gate"].shape == ()
+    loaded = load(tmp_path / "out", like=variables, **options)
+    jax.tree.map(np.testing.assert_array_equal, loaded, variables)
+
+
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_nothing_is_overwritten(tmp_path, is_empty):
     if is_empty:

@@ -151,7 +151,7 @@ def _leaf(found: Mapping[tuple[int, ...], tuple[Stored, Place]], like: Any) -> A
         new = [np.empty(x.shape, x.dtype) for x in arrays]
         for index, (tensor, place) in found.items():
             for whole, part in zip(new, _fitted(tensor, place, shapes(depth)), strict=True):
-                _copy(part, whole[index])
+                _copy(part, whole[*index, ...])  # a view, of a scalar too
     else:  # one scale for all layers
         values = np.empty(like.shape, np.float32)
         for index, (tensor, place) in found.items():

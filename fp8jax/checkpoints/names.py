@@ -193,7 +193,7 @@ class NameMap:
         for back in reversed(self.backs):
             before = re.sub(*back, before) if back else ""
         texts = [rename.flax or "" for rename in self.renames] + [new for _, new in self.moves]
-        depths = range(min(len(shape) - 1, 2), -1, -1) if any("[" in text for text in texts) else (0,)
+        depths = range(min(len(shape), 2), -1, -1) if any("[" in text for text in texts) else (0,)
         for depth in depths:
             for segments in _with_numbers(tuple(before.split("/")), depth):
                 if (first := self._name(segments, (0,) * depth)) is not None:
