@@ -464,6 +464,16 @@ def test_a_scalar_of_scanned_layers(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, loaded, variables)
 
 
+@pytest.mark.parametrize("format", ["fp8", "bf16"])
+def test_scanned_layers_want_a_stacked_mapping(format):
+    model, variables = trained("current", is_scanned=True)
+    says = (
+        r"`mapping`: expected 2 dims for model/layers/\S+; got shape \[2, .*`mapping.stacked\(name of their"
+    )
+    with pytest.raises(ValueError, match=says):
+        weights(model, variables, TOKENS, mapping=LLAMA, format=format)
+
+
 @pytest.mark.parametrize("is_empty", [True, False])
 def test_nothing_is_overwritten(tmp_path, is_empty):
     if is_empty:

@@ -96,7 +96,7 @@ class Place(NamedTuple):
 
         Raises:
             ValueError: it does not follow, because dimensions in the middle are split or joined; or `shape`
-                is not the shape that `arrange` gives.
+                is no shape that `arrange` gives.
         """
         shape, axes = tuple(shape), self.axes
         if self.shape is not None:
@@ -113,7 +113,14 @@ class Place(NamedTuple):
                 return (math.prod(shape),)  # a vector: the bias of all heads
             split = 1 if self.shape[0] == -1 else len(shape) - 1
             shape = (math.prod(shape[:split]), math.prod(shape[split:]))
-        return shape if axes is None else tuple(shape[axes.index(axis)] for axis in range(len(axes)))
+        if axes is None:
+            return shape
+        if len(axes) != len(shape):
+            raise ValueError(
+                f"`mapping`: expected {len(axes)} dims for {'/'.join(self.path)}; got shape {list(shape)}. "
+                "Layers under a scan want `mapping.stacked(name of their container)`."
+            )
+        return tuple(shape[axes.index(axis)] for axis in range(len(axes)))
 
     @property
     def _has_way_back(self) -> bool:
