@@ -75,6 +75,13 @@ def test_paths_without_a_name(mapping, path):
         mapping.names_of(path, (3, 4))
 
 
+def test_a_pattern_without_the_last_layers():
+    mapping = NameMap((Rename(r"layers\.(\d)\.weight", r"layers/[\1]/kernel"),))
+    assert len(mapping.names_of(("layers", "kernel"), (10, 3, 4))) == 10
+    with pytest.raises(ValueError, match=r"a name for layer \[10\] of layers/kernel; got none. `\(\\d\+\)`"):
+        mapping.names_of(("layers", "kernel"), (11, 3, 4))
+
+
 def test_the_bias_of_all_heads():
     """(heads, width) in Flax, a vector in torch; and back."""
     mapping = NameMap((Rename(r"query\.bias", "query/bias", shape=(2, 3)),))

@@ -194,7 +194,7 @@ class NameMap:
             shape: of the array. A stack has its layers, and a layer its experts, on the first axes.
 
         Raises:
-            ValueError: no rename leads to the path.
+            ValueError: no rename leads to the path, or to one of its layers.
         """
         before = "/".join(path)
         for back in reversed(self.backs):
@@ -206,8 +206,13 @@ class NameMap:
                 if (first := self._name(segments, (0,) * depth)) is not None:
                     place = self.place(first)
                     if place is not None and (place.path, place.layer) == (tuple(path), (0,) * depth):
-                        indices = np.ndindex(*shape[:depth])
-                        return {index: str(self._name(segments, index)) for index in indices}
+                        names = {index: self._name(segments, index) for index in np.ndindex(*shape[:depth])}
+                        if lost := [index for index, name in names.items() if name is None]:
+                            raise ValueError(
+                                f"`mapping`: expected a name for layer {list(lost[0])} of {'/'.join(path)}; "
+                                r"got none. `(\d+)` in its `Rename` also has numbers above 9."
+                            )
+                        return {index: str(name) for index, name in names.items()}
         raise ValueError(
             f"`mapping`: expected a rename that leads to {'/'.join(path)}; got none. Add a `Rename` with a "
             "pattern of names and groups, as `NameMap((Rename(...),)) + mapping`, or `back` of `moved`."
