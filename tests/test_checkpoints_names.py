@@ -44,6 +44,7 @@ FLAT_GPT2 = GPT2.stacked("h").moved("^transformer/", "", back=("^(?!lm_head/)", 
             8,
         ),
         (NameMap((Rename("a.weight", "b/w"),)), "b/w", (3,), "a.weight", 1),
+        (NameMap((Rename(r"(\w+)\.weight", r"\1/\1_in/w"),)), "a/a_in/w", (3,), "a.weight", 1),
     ],
 )
 def test_names_of(mapping, path, shape, first, count):

@@ -261,6 +261,11 @@ def _inverse(rename: Rename) -> tuple[re.Pattern[str], list[str | int]] | None:
     pattern, used = "", set[int]()
     for piece in re.split(r"(\\\d)", rename.flax.replace("/", ".")):
         number = int(piece[1:]) if re.fullmatch(r"\\\d", piece) else 0
-        pattern += f"(?P<g{number}>{groups[number - 1]})" if number else re.escape(piece)
-        used.add(number)
+        if not number:
+            pattern += re.escape(piece)
+        elif number in used:
+            pattern += f"(?P=g{number})"
+        else:
+            pattern += f"(?P<g{number}>{groups[number - 1]})"
+            used.add(number)
     return (re.compile(pattern), parts) if used >= set(range(1, len(groups) + 1)) else None
