@@ -537,6 +537,12 @@ def with_layer(params, layer):
         ("te", None, {"mapping": GPT2}, "`mapping`: expected a rename that leads to "),
         ("block", spoilt, {}, "`variables`: expected finite numbers in model.layers.0.mlp.up_proj"),
         ("te", lambda v: v["params"], {}, "`variables`: expected a tree with 'params', .*; got dict without"),
+        (
+            "te",
+            lambda v: {"params": v["params"]},
+            {"format": "bf16"},
+            "`variables`: expected the scaling state of 'model/.*/kernel' in .*; got none with 'scale'",
+        ),
         ("te", None, {"format": ["fp8"]}, r"`format`: expected one of bf16, .*; got \['fp8'\]"),
         ("te", None, {"mapping": None}, "`mapping`: expected gpt2, llama, .*; got None"),
         ("te", None, {"mapping": "llama2"}, "`mapping`: expected gpt2, llama, .*; got 'llama2'"),

@@ -272,7 +272,13 @@ def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> E
     quantized = {tuple(map(str, p)): k for p, k in kernels.items() if k.recipe.is_quantized}
     for path, kernel in quantized.items():
         state = {key[-1]: x for key, x in tree.leaves.items() if key[:-1] == (SCALING, *path)}
-        frozen[PARAMS, *path] = kernel.for_inference(tree.leaves[PARAMS, *path], state)
+        try:
+            frozen[PARAMS, *path] = kernel.for_inference(tree.leaves[PARAMS, *path], state)
+        except KeyError as missing:
+            raise ValueError(
+                f"`variables`: expected the scaling state of {'/'.join(path)!r} in the collection "
+                f"{SCALING!r}; got none with {missing}. Give all of the variables, not 'params' alone."
+            ) from None
     return ExportSource(variables, tree.rebuilt(frozen), quantized)
 
 
