@@ -435,12 +435,12 @@ def test_a_kernel_whose_scales_have_no_name(tmp_path):
 
 
 def scanned(axis=0):
-    """Two layers with a gate, a learned scalar, under a scan."""
+    """Two layers under a scan; along axis 0 they have a gate, a learned scalar."""
 
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            gate = self.param("gate", nn.initializers.normal(), ())
+            gate = 1 if axis else self.param("gate", nn.initializers.normal(), ())
             return x + gate * nn.Dense(64, name="d")(x), None
 
     class Net(nn.Module):
@@ -472,6 +472,16 @@ def test_scanned_layers_want_a_stacked_mapping(format):
     )
     with pytest.raises(ValueError, match=says):
         weights(model, variables, TOKENS, mapping=LLAMA, format=format)
+
+
+@pytest.mark.parametrize("recipe", ["block", "bf16"])
+def test_layers_along_another_axis_are_refused(recipe):
+    """The rows of axis 0 are no layers."""
+    x = jnp.ones((32, 64))
+    model = fp8jax.transform(scanned(axis=1), recipe)
+    variables = model.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=r"scans along axis 0 of layers/d/kernel; got one along axis 1"):
+        weights(model, variables, x, mapping=PLAIN.stacked("layers"), format="bf16")
 
 
 @pytest.mark.parametrize("is_empty", [True, False])

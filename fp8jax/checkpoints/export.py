@@ -72,7 +72,7 @@ class ExportSource(NamedTuple):
 
     variables: Any
     frozen: Any  # the variables with kernels in their GEMMs' format
-    kernels: Mapping[tuple[str, ...], Kernel]  # by path
+    kernels: Mapping[tuple[str, ...], Kernel]  # by path, also those that are not quantized
 
 
 class Tensor(NamedTuple):
@@ -269,8 +269,10 @@ def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> E
             "mapping leads to a folder."
         )
     tree, frozen = named(variables), {}
-    quantized = {tuple(map(str, p)): k for p, k in kernels.items() if k.recipe.is_quantized}
-    for path, kernel in quantized.items():
+    by_path = {tuple(map(str, path)): kernel for path, kernel in kernels.items()}
+    for path, kernel in by_path.items():
+        if not kernel.recipe.is_quantized:
+            continue
         state = {key[-1]: x for key, x in tree.leaves.items() if key[:-1] == (SCALING, *path)}
         try:
             frozen[PARAMS, *path] = kernel.for_inference(tree.leaves[PARAMS, *path], state)
@@ -279,7 +281,7 @@ def with_kernels(variables: Any, kernels: Mapping[tuple[Any, ...], Kernel]) -> E
                 f"`variables`: expected the scaling state of {'/'.join(path)!r} in the collection "
                 f"{SCALING!r}; got none with {missing}. Give all of the variables, not 'params' alone."
             ) from None
-    return ExportSource(variables, tree.rebuilt(frozen), quantized)
+    return ExportSource(variables, tree.rebuilt(frozen), by_path)
 
 
 def tensors_of(
@@ -289,11 +291,17 @@ def tensors_of(
     tree, frozen = named(source.variables), named(source.frozen)
     for key in [key for key in tree.leaves if key[0] == PARAMS]:
         path, stored = key[1:], tree.leaves[key]
-        kernel, codes = source.kernels.get(path), frozen.leaves[key]
+        planned, codes = source.kernels.get(path), frozen.leaves[key]
+        kernel = planned if planned is not None and planned.recipe.is_quantized else None
         states = _states(tree, path) if format.is_static else []
         for index, name in mapping.names_of(path, stored.shape).items():
             place = mapping.place(name)
             assert place is not None
+            if planned is not None and index and not planned.is_stacked_in_front:
+                raise ValueError(
+                    f"`model`: expected scans along axis 0 of {'/'.join(path)}; got one along axis "
+                    f"{planned.axes[0]}. Scan along axis 0, and move that axis of the parameters to the front."
+                )
             part = _part(stored, index)
             shape, layer = place.torch_shape(part.shape), name.removesuffix(CODES)
             if kernel is None or isinstance(format, PlainFormat):
