@@ -474,6 +474,16 @@ def test_scanned_layers_want_a_stacked_mapping(format):
         weights(model, variables, TOKENS, mapping=LLAMA, format=format)
 
 
+def test_a_format_with_scales_wants_a_kernel_with_scales(tmp_path):
+    x = jnp.ones((32, 64))
+    model = fp8jax.transform(lambda params, x: x @ params["up"]["kernel"], "bf16")
+    variables = model.init({"up": {"kernel": jnp.ones((64, 64))}}, x)
+    with pytest.raises(ValueError, match="`format`: expected bf16 or fp32 for a model without kernels in"):
+        save(tmp_path / "out", model, variables, x, mapping=PLAIN, format="fp8", config={})
+    assert not list(tmp_path.iterdir())
+    save(tmp_path / "out", model, variables, x, mapping=PLAIN, format="bf16", config={})
+
+
 @pytest.mark.parametrize("recipe", ["block", "bf16"])
 def test_layers_along_another_axis_are_refused(recipe):
     """The rows of axis 0 are no layers."""

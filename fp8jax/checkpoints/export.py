@@ -121,7 +121,8 @@ def save(
 
     Raises:
         ValueError: an argument is of another kind; the folder is not empty; no rename leads to a parameter;
-            the format cannot hold a kernel; a kernel has an infinity or NaN; the model has adapters, or
+            the format cannot hold a kernel, or has scales for a model without quantized kernels; a kernel
+            has an infinity or NaN; a scan is along another axis than the first; the model has adapters, or
             statistics of a BatchNorm; an array is sharded over processes.
         TypeError: `model` is not from `fp8jax.transform`, or `folder` is no path.
         ImportError: safetensors is not installed.
@@ -288,6 +289,11 @@ def tensors_of(
     source: ExportSource, mapping: NameMap, format: PlainFormat | ServingFormat
 ) -> Iterator[Tensor]:
     """The tensors of a model in a format, one at a time."""
+    has_quantized = any(kernel.recipe.is_quantized for kernel in source.kernels.values())
+    if isinstance(format, ServingFormat) and not has_quantized:
+        raise ValueError(
+            "`format`: expected bf16 or fp32 for a model without kernels in FP8 or FP4; got one with scales."
+        )
     tree, frozen = named(source.variables), named(source.frozen)
     for key in [key for key in tree.leaves if key[0] == PARAMS]:
         path, stored = key[1:], tree.leaves[key]
@@ -300,7 +306,7 @@ def tensors_of(
             if planned is not None and index and not planned.is_stacked_in_front:
                 raise ValueError(
                     f"`model`: expected scans along axis 0 of {'/'.join(path)}; got one along axis "
-                    f"{planned.axes[0]}. Scan along axis 0, and move that axis of the parameters to the front."
+                    f"{planned.axes[0]}. Scan along axis 0, and move that axis of the arrays to the front."
                 )
             part = _part(stored, index)
             shape, layer = place.torch_shape(part.shape), name.removesuffix(CODES)
