@@ -175,6 +175,25 @@ def test_scales_of_inputs():
         weights(model, variables, TOKENS, mapping=LLAMA, format="fp8:static")
 
 
+@pytest.mark.parametrize("recipe", ["te", "fp8", "O2"])
+@pytest.mark.parametrize("format", ["fp8:tensor", "fp8:ue8m0"])
+def test_delayed_scaling_before_a_first_amax(tmp_path, recipe, format):
+    """The first scale clips large weights; the folder has the scales of their own amaxes."""
+    x, mapping = jnp.ones((32, 64)), NameMap((Rename("d.weight", "kernel", axes=(1, 0)),))
+    model = fp8jax.transform(nn.Dense(64, use_bias=False), recipe)
+    kernel = 20 * jax.random.normal(jax.random.key(1), (64, 64))
+    variables = model.quantize({"params": {"kernel": kernel}}, like=model.init(jax.random.key(0), x))
+    options = {"mapping": mapping, "format": format}
+    [row] = save(tmp_path / "new", model, variables, x, config={}, **options).rows
+    assert not row.is_unchanged and row.sqnr > 30
+    arrays = jax.jit(lambda v: weights(model, v, x, **options))(variables)
+    error = value_of({name: np.asarray(x).astype(np.float32) for name, x in arrays.items()}, "d").T - kernel
+    np.testing.assert_allclose(row.sqnr, 10 * np.log10((kernel**2).mean() / (error**2).mean()), atol=0.01)
+    variables = fp8jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)[2]
+    [row] = save(tmp_path / "old", model, variables, x, config={}, **options).rows
+    assert row.is_unchanged == (format == "fp8:tensor")
+
+
 @pytest.mark.parametrize("second, largest", [(100.0, "kernel#1"), (0.01, "kernel"), (0.0, "kernel")])
 def test_scales_of_inputs_of_a_layer_called_twice(second, largest):
     """The larger of the two calls' scales, unless a call had only zeros, for which the scale stays 1."""
@@ -374,6 +393,9 @@ def test_nnx_and_functions(tmp_path, recipe):
     function = fp8jax.transform(lambda params, x: nnx.merge(graph, params)(x), recipe)
     variables = function.init(nnx.to_pure_dict(params), x)
     model = fp8jax.transform(net, recipe)
+    # Delayed scales are the kernels' own after a step.
+    variables = fp8jax.value_and_grad(lambda v: (function.apply(v, x) ** 2).mean())(variables)[2]
+    fp8jax.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
     report = save(tmp_path / "out", model, mapping=PLAIN, format="fp8", config={})
     assert [row.sqnr for row in report.rows] == [None, None]
     got = weights(model, mapping=PLAIN, format="fp8")

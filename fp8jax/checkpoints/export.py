@@ -36,7 +36,7 @@ from fp8jax.checkpoints.tree import Key, Tree, named
 from fp8jax.formats import E4M3
 from fp8jax.quantization import ScaledArray, is_scaled, value
 from fp8jax.rewrite import Kernel
-from fp8jax.scaling import LHS, of_recipe
+from fp8jax.scaling import LHS, RHS, of_recipe
 from fp8jax.variables import PARAMS, SCALING, STATISTICS, has_params
 
 
@@ -101,9 +101,10 @@ def save(
     """Writes a transformed model as a Hugging Face folder for Transformers, vLLM or SGLang.
 
     The codes and scales that the model multiplies with are written bit for bit if the format can hold them.
-    Other kernels are quantized once, from their stored values. Layers in high precision keep their dtype, and
-    are in the config's list of such layers. The formats `bf16` and `fp32` have plain weights: all stored
-    values, rounded to nearest to this dtype, and a config without `quantization_config`.
+    Other kernels are quantized once, from their stored values, as are those whose delayed scale has seen no
+    amax. Layers in high precision keep their dtype, and are in the config's list of such layers. The formats
+    `bf16` and `fp32` have plain weights: all stored values, rounded to nearest to this dtype, and a config
+    without `quantization_config`.
 
     Args:
         folder: a new or empty folder.
@@ -319,13 +320,17 @@ def tensors_of(
                 continue
             format.check(name, shape, is_transposed=place.axes is None)
             x = place.restore(value(part).astype(jnp.float32), shape)
-            q, method = _part(codes, index), None
+            q, method, has_scale = _part(codes, index), None, True
             if is_scaled(q) and q.data.dtype == E4M3.dtype:
                 q = ScaledArray(place.restore(q.data, shape), q.scale.astype(jnp.float32))
+                history = tree.leaves.get((SCALING, *path, "amax_history"))
+                is_cast = not (is_scaled(stored) and stored.data.dtype == E4M3.dtype)
+                if is_cast and history is not None and kernel.recipe.first_scale != "tensor":
+                    has_scale = jnp.any(_of_layer(history, index, 2)[RHS] > 0)
             else:
                 q = None
                 method = of_recipe(kernel.recipe).kernel_method
-            parts, is_unchanged, sqnr = encode(x, q, method, format)
+            parts, is_unchanged, sqnr = encode(x, q, method, format, has_scale)
             if format.is_static:
                 parts[INPUT] = _input_scale(name, states, index)
             yield Tensor(name, parts, ExportRow(layer, True, is_unchanged, sqnr))
@@ -342,6 +347,11 @@ def _part(leaf: Any, index: tuple[int, ...]) -> Any:
         return leaf[index]
     own = tuple(i if n > 1 else 0 for i, n in zip(index, leaf.scale.shape, strict=False))
     return ScaledArray(leaf.data[index], leaf.scale[own].reshape(()))
+
+
+def _of_layer(entry: Any, index: tuple[int, ...], rank: int) -> Any:
+    """One layer's entry of a scaling state; the entry of one layer has `rank` axes."""
+    return entry[index[: entry.ndim - rank]]
 
 
 def _states(tree: Tree, path: Key) -> list[dict[str, Any]]:

@@ -198,6 +198,7 @@ def encode(
     codes: ScaledArray | None,
     method: BlockMethod | None,
     format: ServingFormat,
+    has_scale: Bool[Array, ""] | bool = True,
 ) -> tuple[dict[str, Array], Bool[Array, ""], Float32[Array, ""]]:
     """A kernel in a format.
 
@@ -206,17 +207,18 @@ def encode(
         codes: the E4M3 codes with one scale that the model multiplies with, if it does.
         method: how the model quantizes `x` in blocks, if it does.
         format: of the files.
+        has_scale: whether the scale of `codes` is of this kernel; a delayed one is not before an amax.
 
     Returns:
         The arrays by the ends of their names; whether the model multiplies with the same codes and scales;
         and the SQNR in dB, of codes that are quantized for the format. If `x` has an infinity or NaN, the
         scales and the SQNR are NaN.
     """
-    unchanged, is_unchanged = None, jnp.bool_(True)
+    unchanged, is_unchanged = None, jnp.bool_(has_scale)
     if codes is not None and format.holds(E4M3, _TENSOR):
         unchanged = _parts(codes, x.shape, _TENSOR, format)
         if format.stored != jnp.float32:
-            is_unchanged = lax.bitcast_convert_type(codes.scale, jnp.uint32) % np.uint32(2**23) == 0
+            is_unchanged &= lax.bitcast_convert_type(codes.scale, jnp.uint32) % np.uint32(2**23) == 0
     elif codes is None and method is not None and format.holds(method.format, method.block):
         if format.stored == jnp.float32 or method.scale in ("power_of_two", "E8M0", format.method.scale):
             unchanged = _parts(_quantized(x, method), x.shape, method.block, format)
