@@ -194,6 +194,25 @@ def test_delayed_scaling_before_a_first_amax(tmp_path, recipe, format):
     assert row.is_unchanged == (format == "fp8:tensor")
 
 
+def test_scales_of_inputs_that_no_step_has_seen(tmp_path):
+    """But an expert without rows in the last steps keeps its scale."""
+    x, mapping = jnp.ones((32, 64)), NameMap((Rename("d.weight", "kernel", axes=(1, 0)),))
+    model = fp8jax.transform(nn.Dense(64, use_bias=False), "te")
+    variables = model.init(jax.random.key(0), x)
+    options = {"mapping": mapping, "format": "fp8:static"}
+    with pytest.raises(
+        ValueError, match="expected an amax of the inputs of d for fp8:static; .* Run a training"
+    ):
+        save(tmp_path / "out", model, variables, x, config={}, **options)
+    assert not list(tmp_path.iterdir())
+    assert jnp.isnan(jax.jit(lambda v: weights(model, v, x, **options))(variables)["d.activation_scale"])
+    state = variables["_overwrite_with_gradient"]["kernel"]
+    state = {**state, "scale": jnp.array([0.5, 0.25, 1])}
+    variables = {**variables, "_overwrite_with_gradient": {"kernel": state}}
+    save(tmp_path / "out", model, variables, x, config={}, **options)
+    assert weights(model, variables, x, **options)["d.activation_scale"] == 0.5
+
+
 @pytest.mark.parametrize("second, largest", [(100.0, "kernel#1"), (0.01, "kernel"), (0.0, "kernel")])
 def test_scales_of_inputs_of_a_layer_called_twice(second, largest):
     """The larger of the two calls' scales, unless a call had only zeros, for which the scale stays 1."""

@@ -179,6 +179,11 @@ def write(
                     raise ValueError(
                         f"`variables`: expected finite numbers in {row.name}; got an infinity or NaN."
                     )
+                if np.isnan(tensor.parts.get(INPUT, 0)):
+                    raise ValueError(
+                        f"`variables`: expected an amax of the inputs of {row.name} for {format}; got a "
+                        "scaling state that has seen none. Run a training step, or choose fp8:tensor."
+                    )
                 rows.append(row._replace(is_unchanged=same, sqnr=None if same else sqnr))
         writer.finish()
         ignored = [row.name for row in rows if not row.is_quantized]
@@ -207,7 +212,7 @@ def weights(
     """The arrays that `save` writes, by name: codes, scales and tensors in high precision.
 
     It can be compiled. A reinforcement-learning loop gives the arrays to its sampler after each step. Scales
-    of a kernel with an infinity or NaN are NaN.
+    of a kernel with an infinity or NaN are NaN, as is a static scale of inputs that no step has seen.
 
     Args:
         model, args, kwargs, mapping, format: see `save`.
@@ -332,7 +337,8 @@ def tensors_of(
                 method = of_recipe(kernel.recipe).kernel_method
             parts, is_unchanged, sqnr = encode(x, q, method, format, has_scale)
             if format.is_static:
-                parts[INPUT] = _input_scale(name, states, index)
+                first = kernel.first_state(path).get("scale")
+                parts[INPUT] = _input_scale(name, states, index, first)
             yield Tensor(name, parts, ExportRow(layer, True, is_unchanged, sqnr))
 
 
@@ -364,13 +370,19 @@ def _states(tree: Tree, path: Key) -> list[dict[str, Any]]:
     return list(states.values())
 
 
-def _input_scale(name: str, states: list[dict[str, Any]], index: tuple[int, ...]) -> Array:
-    """The largest scale of the inputs of a kernel's calls, those aside that had only zeros or no input."""
+def _input_scale(name: str, states: list[dict[str, Any]], index: tuple[int, ...], first: Any) -> Array:
+    """The largest scale of the inputs of a kernel's calls, those aside that had only zeros or no input.
+
+    NaN if it is the `first` one, and no call has an amax.
+    """
     if not all("amax_history" in state for state in states) or not states:
         raise ValueError(
             f"`format`: expected delayed scaling for fp8:static, whose scales of inputs it takes; {name} has "
             "another scaling. Choose fp8:tensor."
         )
-    scales = jnp.stack([state["scale"][index][LHS] for state in states])
-    has_amax = jnp.stack([jnp.any(state["amax_history"][index][LHS] > 0) for state in states])
-    return jnp.max(jnp.where(has_amax | ~has_amax.any(), scales, 0))
+    scales = jnp.stack([_of_layer(state["scale"], index, 1)[LHS] for state in states])
+    history = jnp.stack([_of_layer(state["amax_history"], index, 2)[LHS] for state in states])
+    has_amax = jnp.any(history > 0, axis=1)
+    largest = jnp.max(jnp.where(has_amax | ~has_amax.any(), scales, 0))
+    is_first = ~has_amax.any() & (largest == _of_layer(first, index, 1)[LHS])
+    return jnp.where(is_first, jnp.nan, largest)
