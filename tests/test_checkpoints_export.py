@@ -106,6 +106,40 @@ def test_formats_hold_what_training_multiplies_with(tmp_path, recipe):
     assert held == HELD[recipe]
 
 
+MATRICES = NameMap((Rename(r"(.*)\.(\d+)\.weight", r"\1/[\2]/kernel", axes=(1, 0)),))
+EYE = jnp.eye(64)
+EYES, ROWS = jnp.stack([EYE] * 3), jnp.tile(EYE, (3, 1))
+OF_RECIPE = {"nvfp4": "compressed-tensors:nvfp4", "block": "fp8", "mxfp8": "compressed-tensors:mxfp8"}
+
+
+@pytest.mark.parametrize("recipe", OF_RECIPE)
+@pytest.mark.parametrize(
+    "multiply, x, is_alone",
+    [
+        (lambda kernel, x: jnp.einsum("nd,edf->enf", x, kernel), EYE, False),
+        (lambda kernel, x: jax.vmap(lambda w: x @ w)(kernel), EYE, False),
+        (lambda kernel, x: jnp.stack(jnp.split(x @ jnp.concatenate([*kernel], 1), 3, 1)), EYE, False),
+        (lambda kernel, x: jnp.einsum("eni,eio->eno", x, kernel), EYES, True),
+        (lambda kernel, x: jax.lax.ragged_dot(x, kernel, jnp.full(3, 64, jnp.int32)), ROWS, True),
+        (lambda kernel, x: jax.lax.scan(lambda _, w: (0, x @ w), 0, kernel)[1], EYE, True),
+        (lambda kernel, x: jnp.stack([x @ w for w in kernel]), EYE, True),
+    ],
+)
+def test_matrices_of_one_gemm(tmp_path, recipe, multiply, x, is_alone):
+    """They share blocks, and NVFP4's scale of the tensor; engines have a GEMM for each."""
+    sizes = jnp.array([0.01, 1, 37])[:, None, None]
+    params = {"e": {"kernel": sizes * jax.random.normal(jax.random.key(0), (3, 64, 64))}}
+    model = fp8jax.transform(lambda params, x: multiply(params["e"]["kernel"], x), recipe)
+    variables, options = model.init(params, x), {"mapping": MATRICES, "format": OF_RECIPE[recipe]}
+    report = save(tmp_path / "out", model, variables, x, config={}, **options)
+    # Blocks of 32 inputs have nothing of another matrix.
+    assert [row.is_unchanged for row in report.rows] == [is_alone or recipe == "mxfp8"] * 3
+    arrays = weights(model, variables, x, **options)
+    got = np.stack([value_of(arrays, f"e.{number}").T for number in range(3)])
+    want = model.apply(variables, x).reshape(3, 64, 64)
+    assert report.rows[0].is_unchanged == np.allclose(got, want, rtol=3e-7, atol=0)
+
+
 @pytest.mark.parametrize(
     "recipe, format", [("O3", "fp8"), ("te", "fp8:ue8m0"), ("nvfp4", "compressed-tensors:nvfp4")]
 )
@@ -422,6 +456,31 @@ def test_nnx_and_functions(tmp_path, recipe):
     assert set(got) == set(want) and got["up.weight"].dtype == jnp.float8_e4m3fn
     for name in got:
         assert (got[name] == want[name]).all(), name
+
+
+class OwnExperts(nnx.Module):
+    def __init__(self, rngs):
+        self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), (3, 64, 64)))
+
+    def __call__(self, x):
+        return jnp.einsum("end,edf->enf", x, self.kernel[...])
+
+
+@pytest.mark.parametrize(
+    "make, is_known",
+    [
+        (lambda rngs: nnx.Einsum("eni,eio->eno", (3, 64, 64), rngs=rngs), True),
+        (lambda rngs: nnx.LinearGeneral(64, 64, batch_axis={0: 3}, use_bias=False, rngs=rngs), True),
+        (lambda rngs: nnx.Einsum("ni,eio->eno", (3, 64, 64), rngs=rngs), False),
+        (OwnExperts, False),
+    ],
+)
+def test_matrices_of_one_gemm_in_nnx(tmp_path, make, is_known):
+    """Only the layers of Flax say which axes batch their dot product."""
+    model = fp8jax.transform(nnx.Dict(e=make(nnx.Rngs(0))), "nvfp4")
+    format = "compressed-tensors:nvfp4"
+    report = save(tmp_path / "out", model, mapping=MATRICES, format=format, config={})
+    assert [row.is_unchanged for row in report.rows] == [is_known] * 3
 
 
 def test_attention_heads():

@@ -34,7 +34,7 @@ from fp8jax.checkpoints.serving import (
 )
 from fp8jax.checkpoints.tree import Key, Tree, named
 from fp8jax.formats import E4M3
-from fp8jax.quantization import ScaledArray, is_scaled, value
+from fp8jax.quantization import BlockMethod, ScaledArray, is_scaled, value
 from fp8jax.rewrite import Kernel
 from fp8jax.scaling import LHS, RHS, of_recipe
 from fp8jax.variables import PARAMS, SCALING, STATISTICS, has_params
@@ -334,7 +334,7 @@ def tensors_of(
                     has_scale = jnp.any(_of_layer(history, index, 2)[RHS] > 0)
             else:
                 q = None
-                method = of_recipe(kernel.recipe).kernel_method
+                method = _method_of(kernel, part.size, shape)
             parts, is_unchanged, sqnr = encode(x, q, method, format, has_scale)
             if format.is_static:
                 first = kernel.first_state(path).get("scale")
@@ -353,6 +353,16 @@ def _part(leaf: Any, index: tuple[int, ...]) -> Any:
         return leaf[index]
     own = tuple(i if n > 1 else 0 for i, n in zip(index, leaf.scale.shape, strict=False))
     return ScaledArray(leaf.data[index], leaf.scale[own].reshape(()))
+
+
+def _method_of(kernel: Kernel, size: int, shape: tuple[int, ...]) -> BlockMethod | None:
+    """How the model quantizes a matrix, shape=(out, in), in blocks; None if it shares blocks, or NVFP4's
+    scale of the tensor, with other matrices of its GEMM."""
+    method = of_recipe(kernel.recipe).kernel_method
+    if method is None or not kernel.matrix or math.prod(kernel.matrix) == size:
+        return method
+    is_whole = all(dim % block == 0 for dim, block in zip(shape, method.block, strict=True))
+    return method if is_whole and method.scale != "E4M3" else None
 
 
 def _of_layer(entry: Any, index: tuple[int, ...], rank: int) -> Any:

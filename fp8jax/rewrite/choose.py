@@ -46,7 +46,7 @@ def choose(
         choices.append((dot, choice))
         if choice.reason is None or choice.is_high_precision:
             layers = tuple(length for _, length in dot.loops)
-            chosen.append((dot, Kernel(choice.recipe, layers, dot.groups, dot.axes)))
+            chosen.append((dot, Kernel(choice.recipe, layers, dot.groups, dot.axes, dot.gemm[1:])))
     keys = _keys([dot for dot, _ in chosen])
     planned = [PlannedDot(dot, key, kernel) for key, (dot, kernel) in zip(keys, chosen, strict=True)]
     # One of the dot products of a parameter decides how it is stored.

@@ -33,16 +33,17 @@ class Kernel(NamedTuple):
     layers: tuple[int, ...]  # numbers of stacked layers; each layer has a scale and a state
     groups: int  # number of experts, the first axis of a layer; 0 without experts
     axes: tuple[int, ...] = ()  # the axes of `layers`; () for the first ones
+    matrix: tuple[int, ...] = ()  # inputs and outputs of one GEMM, or their product; () if not known
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> "Kernel":
-        """The inverse of `to_json`."""
-        recipe, layers, groups, axes = values
-        return cls(Recipe.parse(recipe), tuple(layers), int(groups), tuple(axes))
+        """The inverse of `to_json`, also for older checkpoints, without `matrix`."""
+        recipe, layers, groups, axes, *matrix = values
+        return cls(Recipe.parse(recipe), tuple(layers), int(groups), tuple(axes), *map(tuple, matrix))
 
     def to_json(self) -> list[Any]:
         """The kernel as JSON has it."""
-        return [str(self.recipe), list(self.layers), self.groups, list(self.axes)]
+        return [str(self.recipe), list(self.layers), self.groups, list(self.axes), list(self.matrix)]
 
     @property
     def stacked(self) -> tuple[int, ...]:

@@ -119,7 +119,9 @@ def _guessed_kernels(model: nnx.Module, settings: Settings) -> dict[tuple[str, .
         is_skipped = (is_small or isinstance(module, nnx.Embed)) and not rules.names(layer)
         if choice.is_high_precision or (choice.reason is None and not is_skipped):
             recipe = choice.recipe if is_known else choice.recipe.with_plain_weights()
-            found[path] = Kernel(recipe, layers, groups, axes)
+            batch = bool(groups) + (_batch_axes(module) if is_known else 0)
+            matrix = both or (math.prod(shape[batch:]),)
+            found[path] = Kernel(recipe, layers, groups, axes, matrix)
     rules.check(seen)
     if settings.recipe.is_quantized and not found:
         raise ValueError(
@@ -175,6 +177,17 @@ def sides(layer: Any, shape: tuple[int, ...]) -> tuple[int, int] | None:
         if is_batched or any(c in out for c in right[:inputs]):
             return None
     return math.prod(shape[:inputs]), math.prod(shape[inputs:])
+
+
+def _batch_axes(layer: Any) -> int:
+    """The number of axes of a layer's kernel, in front of its matrix, that batch its dot product."""
+    if isinstance(layer, nnx.LinearGeneral):
+        return len(layer.batch_axis)
+    if not isinstance(layer, nnx.Einsum):
+        return 0
+    operands, _, out = (layer.einsum_str or "").replace(" ", "").partition("->")
+    left, _, right = operands.partition(",")
+    return len(list(itertools.takewhile(lambda c: c in left and c in out, right)))
 
 
 # A transformed module ############################################################################
