@@ -507,6 +507,31 @@ def test_attention_heads():
     assert (value_of(arrays, "o") == stored["o"]["kernel"].reshape(128, 64).T).all()
 
 
+@pytest.mark.parametrize("format", ["fp8", "bf16"])
+@pytest.mark.parametrize("name, shape", [("q", (64, 4, -1)), ("o", (-1, 32, 64))])
+def test_a_shape_that_joins_other_dimensions_than_the_model(name, shape, format):
+    class Attends(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.DenseGeneral((4, 32), use_bias=False, name="q")(x)
+            return nn.DenseGeneral(64, axis=(-2, -1), use_bias=False, name="o")(x)
+
+    shapes = {"q": (-1, 4, 32), "o": (4, 32, -1)}
+    x, model = jnp.ones((32, 64)), fp8jax.transform(Attends(), "block")
+    variables = model.init(jax.random.key(0), x)
+
+    def heads(shapes):
+        renames = (Rename(f"{n}.weight", f"{n}/kernel", (1, 0), shape) for n, shape in shapes.items())
+        return {"mapping": NameMap(tuple(renames)), "format": format}
+
+    arrays = weights(model, variables, x, **heads(shapes))
+    assert arrays["q.weight"].shape == (128, 64) and arrays["o.weight"].shape == (64, 128)
+    with pytest.raises(
+        ValueError, match=f"`mapping`: expected .* inputs and .* outputs for {name}.weight; got"
+    ):
+        weights(model, variables, x, **heads(shapes | {name: shape}))
+
+
 @pytest.mark.parametrize("format", ["fp8", "compressed-tensors:nvfp4", "bf16"])
 def test_the_weight_of_a_root_layer(tmp_path, format):
     x, mapping = jnp.ones((32, 64)), NameMap((Rename("weight", "kernel", axes=(1, 0)),))

@@ -22,7 +22,7 @@ from jaxtyping import Array, Shaped
 from fp8jax.adapters.adapter import adapter_of
 from fp8jax.checkpoints.folder import CONFIG, Writer
 from fp8jax.checkpoints.maps import by_name
-from fp8jax.checkpoints.names import NameMap
+from fp8jax.checkpoints.names import NameMap, Place
 from fp8jax.checkpoints.serving import (
     CODES,
     INPUT,
@@ -309,13 +309,10 @@ def tensors_of(
         for index, name in mapping.names_of(path, stored.shape).items():
             place = mapping.place(name)
             assert place is not None
-            if planned is not None and index and not planned.is_stacked_in_front:
-                raise ValueError(
-                    f"`model`: expected scans along axis 0 of {'/'.join(path)}; got one along axis "
-                    f"{planned.axes[0]}. Scan along axis 0, and move that axis of the arrays to the front."
-                )
             part = _part(stored, index)
             shape, layer = place.torch_shape(part.shape), name.removesuffix(CODES)
+            if planned is not None:
+                _check_kernel(planned, place, name, shape)
             if kernel is None or isinstance(format, PlainFormat):
                 array, row = place.restore(format.unquantized(part), shape), None
                 is_matrix = len(shape) == 2 and f".{name}".endswith(CODES) and path[-1] != "embedding"
@@ -340,6 +337,21 @@ def tensors_of(
                 first = kernel.first_state(path).get("scale")
                 parts[INPUT] = _input_scale(name, states, index, first)
             yield Tensor(name, parts, ExportRow(layer, True, is_unchanged, sqnr))
+
+
+def _check_kernel(kernel: Kernel, place: Place, name: str, shape: tuple[int, ...]) -> None:
+    """Raises ValueError if a kernel, `shape` in torch, is no layer, or no matrix, of the model."""
+    if place.layer and not kernel.is_stacked_in_front:
+        raise ValueError(
+            f"`model`: expected scans along axis 0 of {'/'.join(place.path)}; got one along axis "
+            f"{kernel.axes[0]}. Scan along axis 0, and move that axis of the arrays to the front."
+        )
+    gemm = kernel.matrix if place.shape is not None and len(shape) == 2 else ()
+    if len(gemm) == 2 and math.prod(gemm) == math.prod(shape) and sorted(gemm) != sorted(shape):
+        raise ValueError(
+            f"`mapping`: expected {gemm[0]} inputs and {gemm[1]} outputs for {name}; got {list(shape)}. Its "
+            "`Rename` wants a `shape` with -1 for the dimension that torch has, too."
+        )
 
 
 def _inf_if_finite(x: Array) -> Array:
