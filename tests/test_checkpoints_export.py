@@ -1,5 +1,6 @@
 """Export: a Hugging Face folder has what the model multiplies with, and engines read it."""
 
+import dataclasses
 import json
 import os
 
@@ -587,6 +588,24 @@ def test_a_scalar_of_scanned_layers(tmp_path):
     assert entries["layers.0.gate"].shape == entries["layers.1.gate"].shape == ()
     loaded = load(tmp_path / "out", like=variables, **options)
     jax.tree.map(np.testing.assert_array_equal, loaded, variables)
+
+
+def test_a_kernel_that_is_stored_as_torchs(tmp_path):
+    """(out, in), as Equinox has it: `axes=(0, 1)` says that it is no Conv1D's."""
+    x, format = jnp.ones((32, 64)), "compressed-tensors:mxfp8"
+    model = fp8jax.transform(lambda params, x: x @ params["up"]["weight"].T, "mxfp8")
+    kernel = jax.random.normal(jax.random.key(0), (96, 64))
+    variables = model.init({"up": {"weight": kernel}}, x)
+    rename = Rename(r"(.*)\.weight", r"\1/weight")
+    with pytest.raises(ValueError, match=r"up.weight, whose `Rename` has no `axes`, .* `axes=\(0, 1\)` if"):
+        weights(model, variables, x, mapping=NameMap((rename,)), format=format)
+    mapping = NameMap((dataclasses.replace(rename, axes=(0, 1)),))
+    [row] = save(tmp_path / "out", model, variables, x, mapping=mapping, format=format, config={}).rows
+    assert row.is_unchanged
+    got = value_of(weights(model, variables, x, mapping=mapping, format=format), "up")
+    np.testing.assert_allclose(got, kernel, atol=0.3)
+    loaded = load(tmp_path / "out", like=variables, mapping=mapping)["params"]["up"]["weight"]
+    np.testing.assert_array_equal(loaded, got)
 
 
 @pytest.mark.parametrize("format", ["fp8", "bf16"])

@@ -320,7 +320,7 @@ def tensors_of(
                     row = ExportRow(layer, False, True, _inf_if_finite(array))
                 yield Tensor(name, {"": array}, row)
                 continue
-            format.check(name, shape, is_transposed=place.axes is None)
+            format.check(name, shape, has_axes=place.axes is not None)
             x = place.restore(value(part).astype(jnp.float32), shape)
             q, method, has_scale = _part(codes, index), None, True
             if is_scaled(q) and q.data.dtype == E4M3.dtype:

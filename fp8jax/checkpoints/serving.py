@@ -96,20 +96,27 @@ class ServingFormat:
         fits = all(size == WHOLE or (own != WHOLE and size % own == 0) for size, own in pairs)
         return fits and format == self.method.format
 
-    def check(self, name: str, shape: tuple[int, ...], *, is_transposed: bool) -> None:
-        """Raises ValueError if engines could not load a kernel, shape=(out, in); Conv1D's is (in, out)."""
+    def check(self, name: str, shape: tuple[int, ...], *, has_axes: bool) -> None:
+        """Raises ValueError if engines could not load a kernel, shape=(out, in).
+
+        Without `axes` in its `Rename` it may be Conv1D's, (in, out).
+        """
         rows, columns = self.method.block
         if len(shape) != 2:
-            raise ValueError(f"`mapping`: expected a matrix for {name}; got shape {list(shape)}.")
+            raise ValueError(
+                f"`mapping`: expected a matrix for {name}; got shape {list(shape)}. Layers under a scan want "
+                "`mapping.stacked(name of their container)`."
+            )
         if not f".{name}".endswith(CODES):
             raise ValueError(
                 f"`mapping`: expected a kernel with a name that ends in {CODES}, from which engines make the "
                 f"names of its scales; got {name}. Exclude the layer by a rule, or take the format bf16."
             )
-        if is_transposed and self.config["quant_method"] != "fp8":
+        if not has_axes and self.config["quant_method"] != "fp8":
             raise ValueError(
-                f"`format`: expected an fp8 one for {name}, which is stored as (in, out), as Conv1D's "
-                "weights are; got compressed-tensors, which has Linear layers only."
+                f"`format`: expected an fp8 one for {name}, whose `Rename` has no `axes`, as of Conv1D's "
+                "weights, (in, out); got compressed-tensors, which has Linear layers only. Give the `Rename` "
+                "`axes=(0, 1)` if the weight is (out, in)."
             )
         if rows != columns and columns and shape[1] % columns:
             raise ValueError(
