@@ -118,7 +118,7 @@ class Place(NamedTuple):
         if len(axes) != len(shape):
             raise ValueError(
                 f"`mapping`: expected {len(axes)} dims for {'/'.join(self.path)}; got shape {list(shape)}. "
-                "Layers under a scan want `mapping.stacked(name of their container)`."
+                "Layers under a scan, and no others, want `mapping.stacked(name of their container)`."
             )
         return tuple(shape[axes.index(axis)] for axis in range(len(axes)))
 
