@@ -18,10 +18,11 @@ from jaxtyping import Array, Float32
 
 from fp8jax.adapters.adapter import Adapter, adapter_of
 from fp8jax.adapters.transform import transform
-from fp8jax.checkpoints.export import ExportSource, source_of, tensors_of
+from fp8jax.checkpoints.export import source_of
 from fp8jax.checkpoints.maps import by_name
 from fp8jax.checkpoints.names import NameMap, Place
 from fp8jax.checkpoints.serving import CODES, ServingFormat, dequantized, format_of
+from fp8jax.checkpoints.tensors import ExportSource, tensors_of
 from fp8jax.checkpoints.tree import Key, named
 from fp8jax.formats import E8M0
 from fp8jax.quantization import ScaledArray, is_scaled, own_value

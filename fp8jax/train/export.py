@@ -13,7 +13,8 @@ from typing import Any
 
 from fp8jax.adapters.nnx.variables import collections_of
 from fp8jax.checkpoints import ExportReport, NameMap
-from fp8jax.checkpoints.export import with_kernels, write
+from fp8jax.checkpoints.export import write
+from fp8jax.checkpoints.tensors import with_kernels
 from fp8jax.checkpoints.tree import named
 from fp8jax.rewrite import Kernel, lora
 from fp8jax.train import checkpoint

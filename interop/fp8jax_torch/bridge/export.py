@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fp8jax.checkpoints import ExportReport
-from fp8jax.checkpoints.export import with_kernels, write
+from fp8jax.checkpoints.export import write
+from fp8jax.checkpoints.tensors import with_kernels
 from fp8jax.rewrite import Kernel
 from fp8jax_torch.bridge.maps import mapping_of
 from fp8jax_torch.bridge.weights import to_flax
