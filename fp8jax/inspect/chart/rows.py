@@ -18,13 +18,20 @@ from fp8jax.optim.state import is_adam_state
 from fp8jax.recipe import PRESETS, Recipe
 from fp8jax.variables import PARAMS
 
-COLUMNS = tuple("gemm scaling comm weight master_weight weight_grad moments rounding residuals needs".split())
 # Column -> heading.
-HEADINGS = dict(zip(COLUMNS, COLUMNS, strict=True)) | {
+HEADINGS = {
     "gemm": "GEMM",
+    "scaling": "scaling",
+    "comm": "comm",
+    "weight": "weight",
     "master_weight": "master",
     "weight_grad": "weight gradient",
+    "moments": "moments",
+    "rounding": "rounding",
+    "residuals": "residuals",
+    "needs": "needs",
 }
+COLUMNS = tuple(HEADINGS)
 
 
 class Cell(NamedTuple):
