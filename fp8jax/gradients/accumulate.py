@@ -71,13 +71,13 @@ def accumulate_gradients(
     def checked(variables: Any, *args: Any, **kwargs: Any) -> Any:
         check_batch(args, parts, of, _ADVICE)
         check_named(names, kwargs)
-        others = [x for name, x in kwargs.items() if name not in (names or ())]
-        is_drawn = names and not any(map(jnp.ndim, jax.tree.leaves(others)))  # a batch from random keys
-        if not is_drawn and not jax.tree.leaves(args):
-            raise ValueError(
-                "`args`: expected arrays of a batch after the variables; got none. Keyword arguments are not "
-                "split: pass the batch as positional arguments."
-            )
+        if not jax.tree.leaves(args):
+            others = jax.tree.leaves([x for name, x in kwargs.items() if name not in (names or ())])
+            if not names or any(getattr(x, "ndim", 0) for x in others):  # else the loss draws its batch
+                raise ValueError(
+                    "`args`: expected arrays of a batch after the variables; got none. Keyword arguments are "
+                    "not split: pass the batch as positional arguments."
+                )
         return run(variables, *args, **kwargs)
 
     return checked
