@@ -189,16 +189,14 @@ def test_programs_for_a_cpu_grow_with_the_tensors(tx):
 def test_equal_tensors_share_kernels_on_a_cpu(recipe):
     """XLA on a CPU compiles equal kernels once."""
 
-    def kernels(count):
+    def numbered(body):
         names: dict[str, int] = {}
+        return re.sub(r"%[\w.-]+", lambda match: f"%{names.setdefault(match[0], len(names))}", body)
+
+    def kernels(count):
         text = re.sub(r", metadata=\{.*?\}", "", compiled_step(adamw(1e-3, recipe), count))
         found = [body for body in text.split("\n\n") if "fused_computation" in body.split(" ", 1)[0]]
         assert found
-        bodies = set()
-        for body in found:
-            names.clear()
-            number = lambda match: f"%{names.setdefault(match[0], len(names))}"  # noqa: E731
-            bodies.add(re.sub(r"%[\w.-]+", number, body.split("\n", 1)[1]))
-        return len(bodies)
+        return len({numbered(body.split("\n", 1)[1]) for body in found})
 
     assert kernels(16) < kernels(8) + 4, "but for what gathers the tensors' scalars"
