@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import fp8jax
 from fp8jax import Recipe, formats, quantize
 from fp8jax.inspect import program
-from fp8jax.optim import adamw, with_dequantized
+from fp8jax.optim import adamw, adamw_8bit, with_dequantized
 from fp8jax.optim.state import skipped
 from fp8jax.optim.step import fused
 from fp8jax.quantization import is_scaled
@@ -168,12 +168,25 @@ def test_a_step_to_inf_or_nan_is_skipped(recipe, is_gpu, options, weight, gradie
     assert bool(jnp.all(new["w"] == params["w"])) == bool(count)
 
 
-def compiled_step(tx, count):
-    """The text of the step that a CPU runs for so many equal weights."""
+def arguments(tx, count):
+    """Those of `step_of` for so many equal weights."""
     weight = quantize(jnp.ones((64, 64)), formats.FP16, power_of_two=True)
     params = {f"w{i}": weight for i in range(count)}
     grads = {name: quantize(jnp.ones((64, 64)), formats.E4M3, power_of_two=True) for name in params}
-    return step_of(tx).lower(params, tx.init(params), grads).compile().as_text()
+    return params, tx.init(params), grads
+
+
+def compiled_step(tx, count):
+    """The text of the step that a CPU runs for so many equal weights."""
+    return step_of(tx).lower(*arguments(tx, count)).compile().as_text()
+
+
+@pytest.mark.parametrize("tx", [adamw(1e-3, "O2"), adamw(1e-3, "fp8"), adamw_8bit(1e-3)])
+def test_traces_for_a_gpu_grow_with_the_tensors(tx, monkeypatch):
+    """Not with their square: each tensor takes only its own scales out of the array of all."""
+    monkeypatch.setattr(fused, "_by_tensor", fused._all_at_once)
+    few, many = (len(str(step_of(tx).trace(*arguments(tx, n)).jaxpr).splitlines()) for n in (8, 16))
+    assert many < 2.1 * few
 
 
 @pytest.mark.parametrize(

@@ -26,16 +26,16 @@ from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState, adam
 from fp8jax.optim.step.codecs import scaled_part
 from fp8jax.optim.step.encode_state import Rounding, Written, encode_state
 from fp8jax.optim.step.scales import (
+    Layout,
     before_rounding,
     maxima_of,
     pack,
     partial_amax,
-    parts_of,
     places_of_old,
     quantized_arrays,
+    reshaped,
     scale_shape,
     scale_size,
-    shaped,
     unpack,
 )
 from fp8jax.optim.step.skipped_step import fault_of, faults_by_tensor
@@ -147,8 +147,8 @@ def _all_at_once(
     shards: StateSharding | None = None,
 ) -> tuple[list[Written], jax.Array]:
     """The step on a GPU, and of shards on any platform: one array of scales, one all-reduce of the amaxes."""
-    packed, layout = pack(states)
-    amaxes, maxima = _first_pass(packed, layout, scalars, decays)
+    packed, layouts = pack(states)
+    amaxes, maxima = _first_pass(packed, layouts, scalars, decays)
     if shards is not None:
         # Not every all-reduce propagates NaN.
         amaxes = lax.pmax(jnp.where(amaxes < jnp.inf, amaxes, jnp.inf), shards.axis_name)
@@ -161,7 +161,8 @@ def _all_at_once(
     new = scale_of(amaxes, np.concatenate([[], *limits]).astype(np.float32), power_of_two=True)
     old = packed[0][places] if packed[0].size else jnp.ones_like(new)
     (scales, data), shared, maxima = gpu_barrier((packed, (scalars, seeds, new, old, fault), maxima))
-    sizes = [sum(map(scale_size, quantized_arrays(state))) for state in states]
+    shapes = [[*map(scale_shape, quantized_arrays(state))] for state in states]
+    firsts = np.cumsum([0, *(sum(map(math.prod, each)) for each in shapes)], dtype=int)
     places = [None] * len(states) if shards is None else [_shard(axis, shards) for axis in shards.axes]
     are_large = [_is_large(state) for state in states]
     written = []
@@ -171,9 +172,9 @@ def _all_at_once(
             scales, shared = gpu_barrier((scales, shared))
         scalars, seeds, new, old, fault = shared
         ok, is_lost = fault == 0, fault == 2 if len(of_grads) else None
-        state, decay = unpack((scales, data), layout)[i], decays[i]
+        state, decay = unpack((scales, data), layouts[i]), decays[i]
         random = _random_bits(state, None if seeds is None else seeds[i], places[i])
-        fresh, to_store = (shaped(state, parts_of(x, sizes)[i]) for x in (new, jnp.where(ok, new, old)))
+        fresh, to_store = (reshaped(x, firsts[i], shapes[i]) for x in (new, jnp.where(ok, new, old)))
         step, weight = adam_step(state, scalars, decay), None
         if state.remainder is not None and is_scaled(state.param):
             # XLA would store what the weight and its remainder have in common. It computes the step again
@@ -191,7 +192,7 @@ def _is_large(state: ParamState) -> bool:
 
 
 def _first_pass(
-    packed: Any, layout: Any, scalars: AdamScalars, decays: tuple[str, ...]
+    packed: Any, layouts: list[Layout], scalars: AdamScalars, decays: tuple[str, ...]
 ) -> tuple[jax.Array, list[Any]]:
     """The concatenated amaxes of each state's `quantized_arrays`, and the absmax of 8-bit blocks."""
     (scales, data), partials, maxima = packed, [], []
@@ -199,7 +200,8 @@ def _first_pass(
     # tell to be the same, it computes that again.
     of_moments = gpu_barrier(scalars)
     of_blocks = gpu_barrier(of_moments)
-    for i, (state, decay) in enumerate(zip(unpack(packed, layout), decays, strict=True)):
+    for layout, decay in zip(layouts, decays, strict=True):
+        state = unpack(packed, layout)
         step = adam_step(state, scalars, decay)
         moments = adam_step(state, of_moments, decay)
         step = step._replace(mu=moments.mu, nu=moments.nu)
@@ -211,7 +213,7 @@ def _first_pass(
         if _is_large(state):
             # A kernel for the blocks of several tensors reads an entry at a time.
             scales, of_blocks = gpu_barrier((scales, of_blocks))
-            state = unpack((scales, data), layout)[i]
+            state = unpack((scales, data), layout)
         maxima.append(_block_maxima(adam_step(state, of_blocks, decay), state))
     return maxima_of(partials), maxima
 

@@ -3,8 +3,9 @@
 A GPU computes the scales of all tensors in a few kernels, instead of several for each tensor.
 """
 
+import itertools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,13 +72,27 @@ def _last_moment(state: ParamState) -> Any:
     return state.nu if state.direction is None else state.mu
 
 
-def pack(states: list[ParamState]) -> tuple[Any, Any]:
-    """The states with all scales in one array, and the layout that `unpack` needs.
+class Layout(NamedTuple):
+    """Where `pack` put one state."""
+
+    treedef: Any
+    shapes: tuple[tuple[int, ...] | None, ...]  # of the scales of each array, None for an array without
+    first_array: int
+    first_scale: int
+
+
+def pack(states: list[ParamState]) -> tuple[Any, list[Layout]]:
+    """The states with all scales in one array, and the layout of each state.
 
     A GPU would copy hundreds of scalar buffers, which are read and updated in place, one at a time.
     """
-    nodes, treedef = jax.tree.flatten(states, is_leaf=is_scaled)
-    shapes = tuple(node.bits.shape if is_scaled(node) else None for node in nodes)
+    nodes, layouts, count = list[Any](), list[Layout](), 0
+    for state in states:
+        arrays, treedef = jax.tree.flatten(state, is_leaf=is_scaled)
+        shapes = tuple(array.bits.shape if is_scaled(array) else None for array in arrays)
+        layouts.append(Layout(treedef, shapes, len(nodes), count))
+        nodes += arrays
+        count += sum(math.prod(shape) for shape in shapes if shape is not None)
     scaled = list(filter(is_scaled, nodes))
     bits = jnp.concatenate([jnp.zeros(0, jnp.uint32), *(node.bits.reshape(-1) for node in scaled)])
     scales = lax.bitcast_convert_type(bits, jnp.float32)
@@ -93,7 +108,7 @@ def pack(states: list[ParamState]) -> tuple[Any, Any]:
             scales = jnp.where(scales == NO_TAG, scales, scales * jnp.concatenate(ones))
     # Without the barrier XLA simplifies the slices back to the scalars.
     scales = lax.optimization_barrier(scales)
-    return (scales, [node.data if is_scaled(node) else node for node in nodes]), (treedef, shapes)
+    return (scales, [node.data if is_scaled(node) else node for node in nodes]), layouts
 
 
 def _factor(node: Any) -> Any:
@@ -107,20 +122,23 @@ def _repeated(flags: list[bool], nodes: list[Any]) -> np.ndarray[Any, Any]:
     return np.repeat(np.array(flags, bool), [node.bits.size for node in nodes])
 
 
-def unpack(packed: Any, layout: Any) -> list[ParamState]:
-    """The states again, from the result of `pack`."""
-    (scales, data), (treedef, shapes) = packed, layout
-    parts = iter(parts_of(scales, [math.prod(shape) for shape in shapes if shape is not None]))
+def unpack(packed: Any, layout: Layout) -> ParamState:
+    """One state again, from the result of `pack`."""
+    scales, data = packed
+    arrays = data[layout.first_array : layout.first_array + len(layout.shapes)]
+    parts = iter(reshaped(scales, layout.first_scale, [s for s in layout.shapes if s is not None]))
     nodes = [
-        node if shape is None else ScaledArray(node, next(parts).reshape(shape))
-        for node, shape in zip(data, shapes, strict=True)
+        array if shape is None else ScaledArray(array, next(parts))
+        for array, shape in zip(arrays, layout.shapes, strict=True)
     ]
-    return jax.tree.unflatten(treedef, nodes)
+    return jax.tree.unflatten(layout.treedef, nodes)
 
 
-def parts_of(array: jax.Array, sizes: list[int]) -> list[jax.Array]:
-    """`array` split into consecutive parts of these sizes."""
-    return jnp.split(array, np.cumsum(sizes, dtype=int)[:-1]) if sizes else []
+def reshaped(array: jax.Array, first: int, shapes: list[tuple[int, ...]]) -> list[jax.Array]:
+    """Consecutive parts of `array` from `first` on, in these shapes."""
+    ends = [first, *(first + np.cumsum([math.prod(shape) for shape in shapes], dtype=int))]
+    parts = [lax.slice(array, (a,), (b,)) for a, b in itertools.pairwise(ends)]
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def scale_shape(stored: Any) -> tuple[int, ...]:
@@ -131,12 +149,6 @@ def scale_shape(stored: Any) -> tuple[int, ...]:
 def scale_size(stored: Any) -> int:
     """The number of a tensor's scales; 1 for None."""
     return math.prod(scale_shape(stored))
-
-
-def shaped(state: ParamState, scales: jax.Array) -> list[jax.Array]:
-    """The scales of one state, reshaped to the shapes in the state."""
-    shapes = [*map(scale_shape, quantized_arrays(state))]
-    return [x.reshape(s) for x, s in zip(parts_of(scales, [*map(math.prod, shapes)]), shapes, strict=True)]
 
 
 def places_of_old(states: list[ParamState]) -> tuple[Any, Any, Any]:
