@@ -1,12 +1,14 @@
-"""Seconds to trace and compile a training step on this machine, for each way of computing dense layers.
+"""Seconds to trace, lower and compile a training step, for each way of computing dense layers.
 
     python examples/bench/compile.py
     python examples/bench/compile.py --rounds 5 --ways bf16 "fp8jax te"
+    python examples/bench/compile.py --target h200 --layers 24 --rounds 1
     python examples/bench/compile.py --json
 
 Two programs of a transformer with 6 blocks that are not scanned, width 128: loss and gradients, and with the
 optimizer's step (Adam; fp8jax's for fp8jax). Each sample is a process of its own, since one compilation makes
 the next one faster. The ways take turns; figures are medians, and "/ bf16" compares within this run.
+`--target` compiles for a GPU that is not here (needs `fp8jax install-compiler`), without its autotuning.
 """
 
 import concurrent.futures
@@ -22,14 +24,15 @@ PROGRAMS = ("loss and gradients", "whole step")
 DEFAULT = ["float32", "bf16", "flax Fp8DotGeneral", "fp8jax te", "fp8jax O2"]
 
 
-def sample(name: str, program: str, layers: int) -> list[float]:
-    """Seconds to trace, to lower and to compile."""
+def sample(name: str, program: str, layers: int, target: str | None) -> list[float]:
+    """Seconds to trace and lower, and to compile."""
     import jax
     import jax.numpy as jnp
     import optax
     from layer import stack
 
     import fp8jax
+    from fp8jax.inspect import targets
 
     way = ways.WAYS[name]
     model, gradients = ways.loss_and_gradient(way, stack(way, layers, heads=4))
@@ -45,30 +48,27 @@ def sample(name: str, program: str, layers: int) -> list[float]:
     step, args = gradients, (variables, x)
     if program == "whole step":
         step, args = whole, (variables, jax.eval_shape(tx.init, variables["params"]), x)
-    jax.jit(jnp.sin).lower(1.0).compile()  # the first compilation of a process does not count
-    times = [time.perf_counter()]
-    traced = jax.jit(step).trace(*args)
-    times.append(time.perf_counter())
-    lowered = traced.lower()
-    times.append(time.perf_counter())
-    lowered.compile()
-    times.append(time.perf_counter())
-    return [end - begin for begin, end in zip(times, times[1:], strict=False)]
+    targets.compile_for(jnp.sin, 1.0, target=target)  # the first compilation of a process does not count
+    begin = time.perf_counter()
+    lowered = targets.lower_for(step, *args, target=target)
+    middle = time.perf_counter()
+    targets.compile(lowered, target)
+    return [middle - begin, time.perf_counter() - middle]
 
 
-def rows(names: list[str], program: str, rounds: int, layers: int) -> output.Rows:
+def rows(names: list[str], program: str, rounds: int, layers: int, target: str | None) -> output.Rows:
     """One row per way."""
     samples: dict[str, list[list[float]]] = {name: [] for name in names}
     fresh = multiprocessing.get_context("spawn")
     for _ in range(rounds):
         for name in names:
             with concurrent.futures.ProcessPoolExecutor(1, mp_context=fresh) as process:
-                samples[name].append(process.submit(sample, name, program, layers).result())
+                samples[name].append(process.submit(sample, name, program, layers, target).result())
     totals = {name: statistics.median(map(sum, samples[name])) for name in names}
     found = []
     for name in names:
         medians = map(statistics.median, zip(*samples[name], strict=True))
-        row = {"way": name, **dict(zip(("trace s", "lower s", "compile s"), medians, strict=True))}
+        row = {"way": name, **dict(zip(("lower s", "compile s"), medians, strict=True))}
         references = [plain for plain in ("float32", "bf16") if plain in names]
         ratios = {f"/ {plain}": totals[name] / totals[plain] for plain in references}
         found.append({**row, "total s": totals[name], **ratios})
@@ -77,10 +77,11 @@ def rows(names: list[str], program: str, rounds: int, layers: int) -> output.Row
 
 def main() -> None:
     """Measures both programs, prints."""
-    args = output.parse(__doc__, tiny={"rounds": 1}, choices={"ways": ways.WAYS}, rounds=3, ways=DEFAULT)
-    layers = 1 if args.tiny else 6
-    sections = {program: rows(args.ways, program, args.rounds, layers) for program in PROGRAMS}
-    output.finish("compile", output.cpu_name(), sections, args)
+    tiny, choices = {"rounds": 1, "layers": 1}, {"ways": ways.WAYS}
+    args = output.parse(__doc__, tiny=tiny, choices=choices, rounds=3, layers=6, target="", ways=DEFAULT)
+    how = args.rounds, args.layers, args.target or None
+    sections = {program: rows(args.ways, program, *how) for program in PROGRAMS}
+    output.finish("compile", args.target or output.cpu_name(), sections, args)
 
 
 if __name__ == "__main__":
