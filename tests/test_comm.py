@@ -174,6 +174,28 @@ def test_batch_statistics_become_their_mean(call):
     assert (got["key"] == keys).all()
 
 
+def test_without_a_recipe_the_leaves_decide():
+    """Codes cross as codes, and floats in float32; a sum over `Zero`'s devices decides alike."""
+    codes, floats = sent(), local_gradients()
+    together = on_each(lambda g: fp8jax.comm.all_reduce(g, "data"), codes)
+    for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(reduced("O2")), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+    means = on_each(lambda g: fp8jax.comm.all_reduce(g, "data"), floats)
+    shards = on_each(lambda g: fp8jax.comm.reduce_scatter(g, "data"), {"w": floats["w"]})["w"]
+    for name, each in floats.items():
+        np.testing.assert_allclose(means[name][0], each.mean(0), rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(shards.reshape(16, 24), floats["w"].mean(0), rtol=1e-5, atol=1e-7)
+    beside = on_each(lambda g: fp8jax.comm.all_reduce(g, "data", floats="FP8"), floats)
+    assert np.abs(beside["w"] - means["w"]).max() > 0
+
+
+@pytest.mark.parametrize("recipe", [None, "te"])
+def test_factors_of_floats_that_are_not_rounded(recipe):
+    x = jnp.ones((DEVICES, 4))
+    with pytest.raises(ValueError, match="`mu`: expected gradients that are sent in FP8; got none"):
+        on_each(lambda g, mu: fp8jax.comm.all_reduce(g, "data", recipe, mu=mu), {"w": x}, {"w": x[:, 0]})
+
+
 def test_a_sum_is_the_mean_times_the_devices():
     got = on_each(lambda g: fp8jax.comm.all_reduce(g, "data", op="sum"), sent())
     for name, mean in reduced("O2").items():
@@ -182,7 +204,7 @@ def test_a_sum_is_the_mean_times_the_devices():
 
 def test_floats_alone_cross_in_fp8_within_the_bound():
     floats = local_gradients()
-    got = on_each(lambda g: fp8jax.comm.all_reduce(g, "data"), floats)
+    got = on_each(lambda g: fp8jax.comm.all_reduce(g, "data", "O2"), floats)
     for name, each in floats.items():
         assert got[name].dtype == jnp.float32
         scale = 2.0 ** np.ceil(np.log2(np.abs(each).max() / 448))
@@ -296,11 +318,11 @@ def test_collectives_of_many_tensors():
     """Many tensors cross in few collectives, with a quarter of float32's bytes."""
     shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
     grads = {str(i): shape for i in range(12)}
-    kinds, narrow = collectives(lambda g: fp8jax.comm.all_reduce(g, "data"), grads)
+    kinds, narrow = collectives(lambda g: fp8jax.comm.all_reduce(g, "data", "O2"), grads)
     assert sorted(kinds) == ["all-gather", "all-reduce", "all-to-all"]
     # A float32 all-reduce moves what a reduce-scatter and an all-gather do: two of its size.
     assert narrow <= 0.27 * 2 * 4 * 12 * 64 * 64
-    kinds, _ = collectives(lambda g: fp8jax.comm.reduce_scatter(g, "data"), grads)
+    kinds, _ = collectives(lambda g: fp8jax.comm.reduce_scatter(g, "data", "O2"), grads)
     assert sorted(kinds) == ["all-reduce", "all-to-all"]
     kinds, moved = collectives(lambda g: fp8jax.comm.all_gather(g, "data", floats="FP8"), grads)
     assert sorted(kinds) == ["all-gather", "all-reduce"] and moved <= 8 * 1.02 * 12 * 64 * 64
@@ -312,7 +334,7 @@ def test_large_trees_go_in_several_buckets(monkeypatch):
     for name in KERNELS:
         np.testing.assert_array_equal(again[name].data, reduced("O2")[name].data)
     kinds, _ = collectives(
-        lambda g: fp8jax.comm.all_reduce(g, "data"), {str(i): jnp.ones((6, 10)) for i in range(5)}
+        lambda g: fp8jax.comm.all_reduce(g, "data", "O2"), {str(i): jnp.ones((6, 10)) for i in range(5)}
     )
     assert kinds.count("all-to-all") == 5
 
@@ -336,6 +358,7 @@ def test_what_cannot_be_done_is_refused(call, says):
     "call, says",
     [
         (lambda g: fp8jax.comm.all_reduce(g, "data", "te", op="sum"), "`grads`.*{}.*jax.lax.psum"),
+        (lambda g: fp8jax.comm.all_reduce(g, "data", "O2"), "`grads`.*{}.*jax.lax.psum"),
         (lambda g: fp8jax.comm.all_reduce(g, "data"), "`grads`.*{}.*jax.lax.psum"),
         (lambda g: fp8jax.comm.reduce_scatter(g, "data", "te"), "`grads`.*{}.*jax.lax.psum"),
         (lambda g: fp8jax.comm.all_gather(g, "data", floats="FP8"), "`tree`.*{}.*floats='FP32'"),
@@ -381,7 +404,7 @@ def after(steps, gradients):
         state = fp8jax.comm.auto_scaling.init({"w": x})
 
         def step(state, _):
-            mean, state = fp8jax.comm.all_reduce({"w": x}, "data", mu=state)
+            mean, state = fp8jax.comm.all_reduce({"w": x}, "data", "O2", mu=state)
             return state, mean["w"]
 
         state, means = jax.lax.scan(step, state, None, length=steps)
@@ -395,11 +418,11 @@ def test_the_automatic_scale_lifts_what_would_underflow():
     x = np.random.default_rng(0).normal(size=(200_000,)).astype(np.float32)
     x[7] = 2.0**20
     x = jnp.asarray(np.repeat(x[None], DEVICES, 0))
-    plain = on_each(lambda g: fp8jax.comm.all_reduce({"w": g}, "data")["w"], x)
+    plain = on_each(lambda g: fp8jax.comm.all_reduce({"w": g}, "data", "O2")["w"], x)
     rest = np.delete(np.asarray(x[0]), 7)
     assert (np.delete(np.asarray(plain[0]), 7) != 0).mean() < 1e-3
     grown = {"w": jnp.full((DEVICES,), 2.0**12)}
-    lifted, state = on_each(lambda g, mu: fp8jax.comm.all_reduce({"w": g}, "data", mu=mu), x, grown)
+    lifted, state = on_each(lambda g, mu: fp8jax.comm.all_reduce({"w": g}, "data", "O2", mu=mu), x, grown)
     error = np.delete(np.asarray(lifted["w"][0]), 7) - rest
     assert np.linalg.norm(error) < 0.1 * np.linalg.norm(rest)
     # One in 200,000 is less than one in 100,000: mu grows on.
@@ -414,11 +437,13 @@ def test_automatic_scale():
     assert (np.asarray(mu) == np.asarray(mu)[0]).all()
     np.testing.assert_allclose(mu[0], 2**0.02, rtol=1e-5)
     many = {"w": jnp.full((DEVICES,), 64.0)}
-    _, state = on_each(lambda g, mu: fp8jax.comm.all_reduce({"w": g}, "data", mu=mu), jnp.asarray(x), many)
+    _, state = on_each(
+        lambda g, mu: fp8jax.comm.all_reduce({"w": g}, "data", "O2", mu=mu), jnp.asarray(x), many
+    )
     np.testing.assert_array_equal(state["w"], 32.0)
     one = {"w": jnp.ones((DEVICES,))}
     zeros, state = on_each(
-        lambda g, mu: fp8jax.comm.all_reduce({"w": g}, "data", mu=mu), jnp.zeros((DEVICES, 10)), one
+        lambda g, mu: fp8jax.comm.all_reduce({"w": g}, "data", "O2", mu=mu), jnp.zeros((DEVICES, 10)), one
     )
     assert not np.asarray(zeros["w"]).any() and np.isfinite(np.asarray(state["w"])).all()
 

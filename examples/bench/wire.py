@@ -35,8 +35,10 @@ def _ways(fp8: Callable[[Any], Any], collective: Callable[..., Any], **options: 
 
 
 WAYS = {
-    "mean on all devices": _ways(lambda tree: comm.all_reduce(tree, "devices"), lax.pmean),
-    "mean in parts": _ways(lambda tree: comm.reduce_scatter(tree, "devices"), lax.psum_scatter, tiled=True),
+    "mean on all devices": _ways(lambda tree: comm.all_reduce(tree, "devices", "O2"), lax.pmean),
+    "mean in parts": _ways(
+        lambda tree: comm.reduce_scatter(tree, "devices", "O2"), lax.psum_scatter, tiled=True
+    ),
     "parts put together": _ways(
         lambda tree: comm.all_gather(tree, "devices", floats="FP8"), lax.all_gather, tiled=True
     ),

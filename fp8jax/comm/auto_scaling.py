@@ -1,7 +1,7 @@
 """FP8-LM's automatic scaling: the factor mu, which multiplies gradients before they are rounded to FP8.
 
-    state = auto_scaling.init(grads)                                       # once: 1 for each tensor
-    grads, state = all_reduce(grads, "data", mu=state)           # each step
+    state = auto_scaling.init(grads)                          # once: 1 for each tensor
+    grads, state = all_reduce(grads, "data", "O2", mu=state)  # each step
 
 A scale that maps a tensor's amax to the format's max loses entries of 2**-15 of the amax or less. If a few
 outliers are much larger than all other entries, it is better to saturate them. While at most `THRESHOLD` of a

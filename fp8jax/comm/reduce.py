@@ -45,7 +45,7 @@ from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 def all_reduce(
     grads: PyTree,
     axis_name: str,
-    recipe: Recipe | str = "O2",
+    recipe: Recipe | str | None = None,
     *,
     op: str = "mean",
     floats: str | None = None,
@@ -58,10 +58,12 @@ def all_reduce(
         axis_name: the mesh axis to reduce over.
         recipe: sets the format by its `comm` column. FP8: codes are sent, and rounded to nearest even twice;
             each rounding has an error of at most half an ulp at the format's max, 16, times the scale. BF16,
-            FP32: all leaves are sent in this format.
+            FP32: all leaves are sent in this format. None: the leaves decide, as in `Zero`. `ScaledArray`s
+            are sent in FP8, float arrays in FP32.
         op: "mean" or "sum".
-        floats: format in which float arrays are sent if `comm` is FP8: "FP32" or "FP8". The default is FP32
-            in a tree with `ScaledArray`s (as in MS-AMP: norms, biases, embeddings), FP8 in a tree without.
+        floats: format in which float arrays are sent beside FP8: "FP32" or "FP8". The default is FP32
+            without a recipe, and in a tree with `ScaledArray`s (as in MS-AMP: norms, biases, embeddings);
+            FP8 in a tree without, if the recipe's `comm` is FP8.
         mu: automatic scaling state of the parameters' gradients, see `fp8jax.comm.auto_scaling`.
 
     Returns:
@@ -71,8 +73,8 @@ def all_reduce(
         other collections, as batch statistics, become their mean; other arrays there stay each device's own.
 
     Raises:
-        ValueError: `op` or `floats` is not legal, a leaf has another dtype than a float's, or `axis_name` is
-            not mapped over.
+        ValueError: `op` or `floats` is not legal, a leaf has another dtype than a float's, `axis_name` is not
+            mapped over, or `mu` is given and no leaf is sent in FP8.
     """
     return _reduce(grads, axis_name, recipe, None, op, floats, mu)
 
@@ -80,7 +82,7 @@ def all_reduce(
 def reduce_scatter(
     grads: PyTree,
     axis_name: str,
-    recipe: Recipe | str = "O2",
+    recipe: Recipe | str | None = None,
     *,
     op: str = "mean",
     axis: int = 0,
@@ -106,7 +108,13 @@ def reduce_scatter(
 
 
 def _reduce(
-    grads: Any, axis_name: str, recipe: Recipe | str, axis: int | None, op: str, floats: str | None, mu: Any
+    grads: Any,
+    axis_name: str,
+    recipe: Recipe | str | None,
+    axis: int | None,
+    op: str,
+    floats: str | None,
+    mu: Any,
 ) -> Any:
     """`reduce_scatter` along `axis`, or `all_reduce` if it is None."""
     if op not in ("mean", "sum"):
@@ -125,9 +133,8 @@ def _reduce(
             _check_axis(path, leaf.shape, axis, lax.axis_size(axis_name))
     factors = None if mu is None else treedef.flatten_up_to(mu)
     axes: list[int | None] = [axis] * len(leaves)
-    new, factors = reduced(
-        leaves, axes, axis_name, Recipe.parse(recipe).comm, op=op, floats=floats, mu=factors
-    )
+    comm = None if recipe is None else Recipe.parse(recipe).comm
+    new, factors = reduced(leaves, axes, axis_name, comm, op=op, floats=floats, mu=factors)
     is_power_of_two = mu is None
     pairs = zip(leaves, new, strict=True)
     tree = treedef.unflatten(like_gradient(old, leaf, is_power_of_two) for old, leaf in pairs)
@@ -160,7 +167,7 @@ def reduced(
     leaves: list[Any],
     axes: list[int | None],
     axis_name: str,
-    comm: str,
+    comm: str | None,
     *,
     op: str = "mean",
     floats: str | None = None,
@@ -172,13 +179,21 @@ def reduced(
         leaves: gradients, arrays and E4M3 `ScaledArray`s.
         axes: for each leaf the axis to reduce-scatter along; None for all-reduce.
         axis_name, op, floats: see `all_reduce`.
-        comm: the format on the wire, a recipe's `comm` column.
+        comm: the format on the wire, a recipe's `comm` column; None for FP8 of `ScaledArray`s, and FP32 of
+            arrays.
         mu: a factor for each leaf, see `fp8jax.comm.auto_scaling`.
     """
     if lax.axis_size(axis_name) == 1 and mu is None:
         return leaves, mu  # no communication
+    if comm is None:
+        comm, floats = "FP8", floats or "FP32"
     too = floats == "FP8" or (floats is None and not any(map(is_scaled, leaves)))
     in_fp8 = [i for i, leaf in enumerate(leaves) if comm == "FP8" and (is_scaled(leaf) or too)]
+    if mu and not in_fp8:
+        raise ValueError(
+            "`mu`: expected gradients that are sent in FP8; got none. Pass a `recipe` with comm=FP8, as "
+            "'O2', or leave `mu` out."
+        )
     others = [i for i in range(len(leaves)) if i not in in_fp8]
     dtype = jnp.float32 if comm == "FP8" else formats.get(comm).dtype
     sums = reduced_floats([leaves[i] for i in others], [axes[i] for i in others], axis_name, dtype, op)

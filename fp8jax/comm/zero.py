@@ -46,7 +46,8 @@ class Zero:
     Attributes:
         mesh: the device mesh.
         recipe: its `comm` column is the format in which gradients are sent. None takes the recipe of the
-            transformed model in the loss, and FP32 if there is none.
+            transformed model in the loss. If there is none, gradients decide by their formats:
+            `ScaledArray`s are sent in FP8, floats in FP32.
         stage: 0 to 3, see this module.
         axis_name: the mesh axis that shards the batch; "" for a mesh with one axis. JAX handles other axes:
             kernels sharded along them stay sharded.
@@ -119,8 +120,9 @@ class Zero:
                 return axis
         return None
 
-    def comm_of(self, recipes: Sequence[Recipe]) -> str:
-        """The format in which gradients are sent: the format of the transformed models in the loss.
+    def comm_of(self, recipes: Sequence[Recipe]) -> str | None:
+        """The format in which gradients are sent: the format of the transformed models in the loss; None if
+        the gradients decide, see `fp8jax.comm.reduce.reduced`.
 
         Raises:
             ValueError: `recipe` has another `comm` column.
@@ -132,7 +134,7 @@ class Zero:
                 f"`zero`: expected a recipe with comm={own.comm}, as the model's {own} has; got {told} with "
                 f"comm={told.comm}. Leave it out, as in Zero(mesh, stage={self.stage})."
             )
-        return "FP32" if own is None else own.comm
+        return None if own is None else own.comm
 
     def spec(self, leaf: Any, *, split: bool) -> Any:
         """The `PartitionSpec` of an array, or a `ScaledArray` of the specs of data and scale."""

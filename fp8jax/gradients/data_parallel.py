@@ -40,7 +40,7 @@ class GradShardings:
     """The shardings of all parameters' gradients; a tree without leaves."""
 
     of_params: tuple[GradSharding, ...]  # in the order of the leaves
-    comm: str  # format in which gradients are sent that no dot's backward reduces
+    comm: str | None  # format in which gradients are sent that no dot's backward reduces; None for their own
 
 
 @dataclasses.dataclass(frozen=True)

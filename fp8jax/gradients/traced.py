@@ -192,5 +192,5 @@ def gradient(
         grad_fn = jax.jit(grad_fn)
     (grads, new_states), out = grad_fn(slots, states)
     grads = treedef.unflatten(map(_Param.gradient, params, grads))
-    comm = "FP32" if context.zero is None else context.zero.comm_of(found.recipes)
+    comm = None if context.zero is None else context.zero.comm_of(found.recipes)
     return out, grads, new_states, GradShardings(tuple(shardings), comm)
