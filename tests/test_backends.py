@@ -202,7 +202,7 @@ def test_every_backend_has_an_entry_a_file_and_a_test():
     assert names == set(backends.BACKENDS) == {each.name for each in Contract.__subclasses__()}
 
 
-@pytest.mark.parametrize("field", ["gemms", "norms", "granularities", "dot"])
+@pytest.mark.parametrize("field", ["gemms", "norms", "granularities", "dot", "calls"])
 def test_half_a_backend_raises(field):
     fields = {**backends.BACKENDS["te"]._asdict()}
     del fields[field]

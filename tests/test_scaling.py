@@ -539,7 +539,7 @@ def rowwise_dot(lhs, rhs, dimension_numbers, *, out_dtype, precise):
 @pytest.fixture
 def rowwise(monkeypatch):
     """Rowwise scaling, added as CONTRIBUTING.md says: an entry in each of three tables."""
-    backend = backends.Backend("cuBLASLt", "norms are stored", ("row",), rowwise_dot)
+    backend = backends.Backend("cuBLASLt", "norms are stored", ("row",), rowwise_dot, xla.BACKEND.calls)
     monkeypatch.setitem(legal_values.FIELDS_OF_SCALING, "rowwise", legal_values.FIELDS_OF_SCALING["current"])
     monkeypatch.setitem(scaling.SCALINGS, "rowwise", RowScaling)
     monkeypatch.setitem(backends.BACKENDS, "rowwise", backend)
@@ -550,6 +550,12 @@ def fake_rowwise(x, axis):
     amax = np.abs(x).max(axis, keepdims=True)
     scale = np.where(amax > 0, amax / np.float32(448), 1).astype(np.float32)
     return (x / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * scale
+
+
+def test_a_backend_that_names_no_calls_is_refused():
+    """Its GEMMs would be in no count."""
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'calls'"):
+        backends.Backend("cuBLASLt", "norms are stored", ("row",), rowwise_dot)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -76,11 +76,11 @@ class Backend(NamedTuple):
     norms: str  # how norms and activations before a cast are computed
     granularities: tuple[str, ...]  # of operands that it multiplies, see `fp8jax.scaling.base.Scaling`
     dot: Callable[..., jax.Array]
+    # The targets of its custom calls, and how reports name their GEMMs; () if all of its GEMMs are XLA's dots.
+    calls: tuple[tuple[str, str], ...]
     supports: Callable[[Device | None, bool], str | None] = supports_all
     is_reference: bool = False  # for comparison: it multiplies all operands, and "auto" never selects it
     is_for_meshes: bool = True  # whether "auto" selects it for several devices
     is_call_on_gpu: bool = False  # whether a program for a GPU has calls, and one for a CPU has dots
-    # The targets of its custom calls, and how reports name their GEMMs.
-    calls: tuple[tuple[str, str], ...] = ()
     # How the names of its primitives begin, if a program with them fails on a GPU that it does not support.
     primitive: str = ""
