@@ -168,9 +168,28 @@ def test_planted_text_is_read():
 def test_calls_of_a_backend_from_outside(monkeypatch):
     """An entry in `BACKENDS` is enough for its custom call to be read as a GEMM."""
     xla = backends.BACKENDS["xla"]
-    monkeypatch.setitem(backends.BACKENDS, "mine", xla._replace(calls=(("my_gemm", "mine"),)))
+    monkeypatch.setitem(backends.BACKENDS, "mine", xla._replace(calls=(backends.Call("my_gemm", "mine"),)))
     read = program.read(Planted(TEXT.replace("__cublas$gemm", "my_gemm")))
     assert [gemm.kind for gemm in read.gemms] == ["triton", "mine"]
+
+
+def test_operands_of_a_backend_from_outside(monkeypatch):
+    """Where rhs is, and whether other kernels have the target, is said by the backend's `Call`."""
+    text = """
+ENTRY main (a: f8e4m3fn[64,128], s: f32[64], b: f8e5m2[32,128], c: f32[8]) -> bf16[64,32] {
+  %a = f8e4m3fn[64,128]{1,0} parameter(0)
+  %s = f32[64]{0} parameter(1)
+  %b = f8e5m2[32,128]{1,0} parameter(2)
+  %c = f32[8]{0} parameter(3)
+  %other = f32[8]{0} custom-call(%c, %c, %c), custom_call_target="my_gemm"
+  ROOT %g = bf16[64,32]{1,0} custom-call(%a, %s, %b), custom_call_target="my_gemm"
+}
+"""
+    call = backends.Call("my_gemm", "mine", rhs=2, is_kernel=True, share="fp4")
+    monkeypatch.setitem(backends.BACKENDS, "mine", backends.BACKENDS["xla"]._replace(calls=(call,)))
+    [gemm] = program.read(Planted(text)).gemms
+    assert gemm[:4] == ("mine", "f8e4m3fn", "f8e5m2", "bf16")
+    assert (gemm.share, gemm.flops) == ("fp4", 2 * 64 * 32 * 128)
 
 
 def test_a_program_with_a_primitive_that_the_gpu_lacks(monkeypatch):

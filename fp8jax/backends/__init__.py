@@ -19,6 +19,7 @@ from fp8jax.backends import cudnn, pallas, reference, te, xla
 from fp8jax.backends.base import FIRST_WITH_BLOCKS as FIRST_WITH_BLOCKS
 from fp8jax.backends.base import FIRST_WITH_FP8 as FIRST_WITH_FP8
 from fp8jax.backends.base import Backend as Backend
+from fp8jax.backends.base import Call as Call
 from fp8jax.backends.base import Device as Device
 
 # "auto" is the first of these that can compute a dot, and is not the reference.

@@ -60,6 +60,18 @@ def supports_all(device: Device | None, is_batched: bool) -> None:
     del device, is_batched
 
 
+class Call(NamedTuple):
+    """A custom call of compiled programs that computes a GEMM, as reports read it."""
+
+    target: str  # the call's target
+    kind: str  # how reports name its GEMMs
+    rhs: int = 1  # the number of the operand that is rhs; lhs is 0
+    # Whether other kernels have this target, too. Its GEMMs have an FP8 lhs with the contracted axis last,
+    # and the matrices of a batch may be below each other.
+    is_kernel: bool = False
+    share: str = ""  # the field of `fp8jax.inspect.estimate.time.Efficiency`; "" for that of its dtype
+
+
 class Backend(NamedTuple):
     """A GEMM backend.
 
@@ -76,8 +88,7 @@ class Backend(NamedTuple):
     norms: str  # how norms and activations before a cast are computed
     granularities: tuple[str, ...]  # of operands that it multiplies, see `fp8jax.scaling.base.Scaling`
     dot: Callable[..., jax.Array]
-    # The targets of its custom calls, and how reports name their GEMMs; () if all of its GEMMs are XLA's dots.
-    calls: tuple[tuple[str, str], ...]
+    calls: tuple[Call, ...]  # its custom calls; () if all of its GEMMs are XLA's dots
     supports: Callable[[Device | None, bool], str | None] = supports_all
     is_reference: bool = False  # for comparison: it multiplies all operands, and "auto" never selects it
     is_for_meshes: bool = True  # whether "auto" selects it for several devices

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax.backends import reference
-from fp8jax.backends.base import FIRST_WITH_BLOCKS, Backend, Device, lacks, lacks_fp8
+from fp8jax.backends.base import FIRST_WITH_BLOCKS, Backend, Call, Device, lacks, lacks_fp8
 from fp8jax.quantization import PackedE2M1, ScaledArray, is_scaled
 from fp8jax.quantization.kernels.partition import split_by_devices
 
@@ -56,6 +56,6 @@ BACKEND = Backend(
     dot=reference.dot_by(gemm),
     supports=supports,
     is_call_on_gpu=True,
-    calls=(("__cudnn$blockScaledDot", "cudnn"),),
+    calls=(Call("__cudnn$blockScaledDot", "cudnn"),),
     primitive="scaled_matmul",
 )

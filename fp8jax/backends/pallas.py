@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from fp8jax.backends import reference, tensor_core
-from fp8jax.backends.base import Backend, Device, lacks_fp8
+from fp8jax.backends.base import Backend, Call, Device, lacks_fp8
 from fp8jax.quantization import ScaledArray
 from fp8jax.quantization.kernels.partition import split_by_devices
 
@@ -173,6 +173,9 @@ BACKEND = Backend(
     dot=reference.dot_by(gemm),
     supports=supports,
     is_call_on_gpu=True,
-    calls=(("__gpu$xla.gpu.triton", "pallas"), ("mosaic_gpu_v2", "pallas")),  # in Triton, and for Hopper
+    calls=(  # in Triton, and for Hopper
+        Call("__gpu$xla.gpu.triton", "pallas", is_kernel=True, share="pallas"),
+        Call("mosaic_gpu_v2", "pallas", is_kernel=True, share="mosaic"),
+    ),
     primitive="pallas_call",
 )

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fp8jax.backends.base import Backend, Device, lacks_fp8
+from fp8jax.backends.base import Backend, Call, Device, lacks_fp8
 from fp8jax.platforms import by_platform
 from fp8jax.quantization import ScaledArray
 
@@ -129,9 +129,9 @@ BACKEND = Backend(
     granularities=("tensor",),
     dot=dot,
     calls=(
-        (FP8_CALL, "cublaslt_f8"),
-        ("__cublas$lt$matmul", "cublaslt"),
-        ("__cublas$gemm", "cublas"),
-        ("__onednn$matmul", "onednn"),
+        Call(FP8_CALL, "cublaslt_f8"),
+        Call("__cublas$lt$matmul", "cublaslt"),
+        Call("__cublas$gemm", "cublas"),
+        Call("__onednn$matmul", "onednn"),
     ),
 )

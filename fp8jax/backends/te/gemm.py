@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from fp8jax.backends import xla
-from fp8jax.backends.base import Backend, Device, lacks_fp8
+from fp8jax.backends.base import Backend, Call, Device, lacks_fp8
 from fp8jax.quantization import ScaledArray
 
 # cuBLASLt needs FP8 matrices with sides that are multiples of 16 bytes.
@@ -128,5 +128,5 @@ BACKEND = Backend(
     dot=dot,
     supports=supports,
     is_for_meshes=False,
-    calls=(("te_gemm_v2_ffi", "te"),),
+    calls=(Call("te_gemm_v2_ffi", "te", rhs=2),),  # scales follow their operands
 )

@@ -77,7 +77,7 @@ class Cost(NamedTuple):
     layer: str  # path with "." for "/"; "" without a layer
     part: str  # one of `PARTS`
     runs: int  # in a step
-    dtype: str  # of a GEMM: "fp4", "fp8", "pallas", "mosaic" or "gemm"; "" of other kernels
+    dtype: str  # of a GEMM: "gemm", or the field of `Efficiency`; "" of other kernels
     flops: float  # time of a GEMM's FLOPs
     bytes: float
     xla: float  # time by XLA's cost model; 0 if it knows none
@@ -172,9 +172,7 @@ def _cost(kernel: Launch, gpu: targets.Target, devices: int) -> Cost:
     dtype, peak = "", gpu.flops
     if gemm:
         bits = max(Array(operand, ()).bits for operand in (gemm.lhs, gemm.rhs))
-        dtype = {4: "fp4", 8: "fp8"}.get(bits, "gemm")
-        if gemm.kind == "pallas":
-            dtype = "mosaic" if "mosaic_gpu" in line.line else "pallas"
+        dtype = gemm.share or {4: "fp4", 8: "fp8"}.get(bits, "gemm")
         peak *= 16 / bits
     return Cost(
         layer=layer_of(kernel.name) or "",

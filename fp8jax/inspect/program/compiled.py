@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fp8jax.backends import BACKENDS
+from fp8jax.backends import BACKENDS, Call
 from fp8jax.inspect.program.hlo import Array, Executed, Instruction, Module, parse
 
 _COLLECTIVES = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "collective-permute")
@@ -22,7 +22,7 @@ _COLLECTIVES = ("all-reduce", "all-to-all", "all-gather", "reduce-scatter", "col
 class Gemm(NamedTuple):
     """One GEMM of the program."""
 
-    kind: str  # a value of a backend's `calls`, "triton" (a fusion), or "dot" (left to the code generator)
+    kind: str  # of a backend's `Call`, "triton" (a fusion), or "dot" (left to the code generator)
     lhs: str  # XLA's names of the dtypes: "f8e4m3fn", "bf16", ...
     rhs: str
     out: str
@@ -34,6 +34,7 @@ class Gemm(NamedTuple):
         str, ...
     ] = ()  # of `read_lowered`: block and scale of each block-scaled operand, "1x128 f32"
     flops: int = 0  # of one run, two per multiplication
+    share: str = ""  # of a backend's `Call`
 
     @property
     def is_fp8(self) -> bool:
@@ -151,12 +152,12 @@ def collectives_of(executed: Executed) -> list[Collective]:
     return [Collective(kind, dtype, math.prod(dims), executed.runs) for dtype, dims in arrays]
 
 
-def _library(instruction: Instruction) -> str | None:
-    """The kind of a library's GEMM; None of other instructions."""
+def _library(instruction: Instruction) -> Call | None:
+    """The library call of a GEMM; None of other instructions."""
     if instruction.opcode != "custom-call":
         return None
     target = instruction.find(r'custom_call_target="([^"]*)"')
-    return dict(call for backend in BACKENDS.values() for call in backend.calls).get(target)
+    return {call.target: call for backend in BACKENDS.values() for call in backend.calls}.get(target)
 
 
 def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | None:
@@ -165,19 +166,18 @@ def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | N
     if (dot := next(gemms, None)) is None:
         return None
     own = "triton" if dot is not instruction and "__triton" in instruction.line else "dot"
-    kind = _library(dot) or own
-    if kind == "pallas" and not dot.operands[0].first.dtype.startswith("f8"):
+    call = _library(dot) or Call("", own)
+    if call.is_kernel and not dot.operands[0].first.dtype.startswith("f8"):
         return None  # another kernel
-    stride = 2 if kind == "te" else 1  # TransformerEngine's scales follow their operands
-    lhs, rhs = dot.operands[0].first, dot.operands[stride].first
-    if kind == "pallas":  # the matrices of a batch may be below each other
+    lhs, rhs = dot.operands[0].first, dot.operands[call.rhs].first
+    if call.is_kernel:
         flops = 2 * math.prod(dot.first.dims) * lhs.dims[-1]
     else:
         flops = _flops(lhs, rhs, dot.first, _batch_axes(dot))
     # An attribute of a dot, or a field of a library call's configuration: the precision of each operand.
     precisions = set(re.findall(r"\w+", dot.find(r"operand_precision\W+([^\]}]*)")))
     return Gemm(
-        kind=kind,
+        kind=call.kind,
         lhs=lhs.dtype,
         rhs=rhs.dtype,
         out=instruction.first.dtype,
@@ -186,6 +186,7 @@ def gemm_of(module: Module, instruction: Instruction, runs: int = 1) -> Gemm | N
         runs=runs,
         name=dot.op_name,
         flops=flops,
+        share=call.share,
     )
 
 
