@@ -19,7 +19,7 @@ from fp8jax import Recipe, backends, formats, quantization, scaling
 from fp8jax.backends import xla
 from fp8jax.comm import Zero
 from fp8jax.dot import dot_general, init_state
-from fp8jax.inspect import chart
+from fp8jax.inspect import chart, device
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE, TYPICAL, UNSET
 from fp8jax.recipe import legal_values
 from fp8jax.scaling import tensor
@@ -556,6 +556,18 @@ def test_a_backend_that_names_no_calls_is_refused():
     """Its GEMMs would be in no count."""
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'calls'"):
         backends.Backend("cuBLASLt", "norms are stored", ("row",), rowwise_dot)
+
+
+def test_rowwise_in_the_table_of_devices(rowwise, monkeypatch):
+    """`fp8jax doctor` names the backend of a new scaling, and a reason where its GEMMs are not in FP8."""
+    on_gpu, on_cpu = device.gemms_of("gpu", (9, 0))[-1], device.gemms_of("cpu", None)[-1]
+    assert on_gpu["scaling"] == "rowwise" and on_gpu["operands"] == "FP8, a scale per row"
+    assert (on_gpu["how"], on_gpu["reason"]) == (device.NATIVE, "rowwise: cuBLASLt")
+    assert on_cpu["how"] == device.EMULATED
+    slow = backends.BACKENDS["rowwise"]._replace(why_not_fp8=lambda device: f"slow on {device.name}")
+    monkeypatch.setitem(backends.BACKENDS, "rowwise", slow)
+    assert "slow on cpu" in device.examine()["troubles"]
+    assert "slow on cpu" in backends.notes([backends.ChosenBackend("rowwise", "")])
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -102,8 +102,8 @@ def notes(choices: list[ChosenBackend]) -> list[str]:
     norms = [BACKENDS[choice.name].norms for choice in choices]
     found = list(dict.fromkeys([*norms, *(f"backend: {choice}" for choice in choices)]))
     device = Device.here()
-    if any(choice.name == "xla" for choice in choices) and (slow := xla.why_not_fp8(device)):
-        found.append(slow)
+    names = dict.fromkeys(choice.name for choice in choices)
+    found += filter(None, (BACKENDS[name].why_not_fp8(device) for name in names))
     if found and device.platform != "cpu" and device.capability is None:
         found.append(f"untested on {device.name}, where XLA may compute in bf16")
     return found

@@ -55,6 +55,11 @@ def lacks_fp8(device: Device | None) -> str | None:
     return lacks(device, "FP8", FIRST_WITH_FP8, "bf16")
 
 
+def in_fp8(device: Device) -> None:
+    """None, for a backend that computes in FP8 wherever it runs."""
+    del device
+
+
 def supports_all(device: Device | None, is_batched: bool) -> None:
     """None, for a backend that runs everywhere."""
     del device, is_batched
@@ -90,6 +95,8 @@ class Backend(NamedTuple):
     dot: Callable[..., jax.Array]
     calls: tuple[Call, ...]  # its custom calls; () if all of its GEMMs are XLA's dots
     supports: Callable[[Device | None, bool], str | None] = supports_all
+    # None, or the reason why it computes in high precision on JAX's default device, though it runs there.
+    why_not_fp8: Callable[[Device], str | None] = in_fp8
     is_reference: bool = False  # for comparison: it multiplies all operands, and "auto" never selects it
     is_for_meshes: bool = True  # whether "auto" selects it for several devices
     is_call_on_gpu: bool = False  # whether a program for a GPU has calls, and one for a CPU has dots

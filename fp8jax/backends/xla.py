@@ -128,6 +128,7 @@ BACKEND = Backend(
     "and an activation with its amax",
     granularities=("tensor",),
     dot=dot,
+    why_not_fp8=why_not_fp8,
     calls=(
         Call(FP8_CALL, "cublaslt_f8"),
         Call("__cublas$lt$matmul", "cublaslt"),

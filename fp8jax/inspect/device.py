@@ -8,6 +8,7 @@ GPU a small GEMM is compiled, to see that it is in FP8. The GEMMs of a model are
 """
 
 import collections
+import dataclasses
 import importlib
 import os
 import pathlib
@@ -17,12 +18,14 @@ from typing import Any
 
 import jax
 
-from fp8jax import backends
-from fp8jax.backends import FIRST_WITH_BLOCKS, FIRST_WITH_FP8, xla
+from fp8jax import backends, scaling
+from fp8jax.backends import FIRST_WITH_FP8
 from fp8jax.extras import install, version
 from fp8jax.inspect import targets
 from fp8jax.inspect.tables import align
 from fp8jax.platforms import capability_of
+from fp8jax.recipe import Recipe
+from fp8jax.recipe.legal_values import FIELDS_OF_SCALING
 
 NATIVE, EMULATED, WIDER = "native", "emulated, exactly", "in a wider format"
 NOT_SUPPORTED, UNKNOWN = "not supported", "not known"
@@ -39,18 +42,19 @@ EXTRAS = {
 TARGETS = "programs compiled for a GPU that is not here"
 CUDA_EXTRA = 'pip install -U "jax[cuda13]<0.13"'
 
-_EXACT = (EMULATED, "FP8 numbers are exact in the wider format")
-_EXACT_FP4 = (EMULATED, "FP4 numbers are exact in the wider format")
-# Operands, scaling, the first compute capability with such GEMMs, how a CPU computes them, a GPU's backend.
-_FORMATS = (
-    ("FP8, E4M3 x E4M3 (forward)", "delayed, current", FIRST_WITH_FP8, _EXACT, "xla"),
-    ("FP8, E5M2 x E4M3 (backward)", "delayed, current", FIRST_WITH_FP8, _EXACT, "xla"),
-    ("BF16", "-", (8, 0), (WIDER, "float32 where the processor has no bfloat16 GEMMs"), "xla"),
-    ("FP16", "loss scale", (7, 0), (WIDER, "float32"), "xla"),
-    ("FP8, blocks of 1x128 and 128x128", "block", FIRST_WITH_FP8, _EXACT, "pallas"),
-    ("MXFP8, blocks of 32 with E8M0 scales", "mxfp8", FIRST_WITH_BLOCKS, _EXACT, "cudnn"),
-    ("NVFP4, blocks of 16 with E4M3 scales", "nvfp4", FIRST_WITH_BLOCKS, _EXACT_FP4, "cudnn"),
+_EXACT = (EMULATED, "FP8 and FP4 numbers are exact in the wider format")
+# Operands, scaling, the first compute capability with such GEMMs, a CPU's way, backend, granularity.
+_HIGH_PRECISION: tuple[tuple[Any, ...], ...] = (
+    ("BF16", "-", (8, 0), (WIDER, "float32 where the processor has no bfloat16 GEMMs"), "xla", "tensor"),
+    ("FP16", "loss scale", (7, 0), (WIDER, "float32"), "xla", "tensor"),
 )
+# Granularity -> quantized operands.
+_OPERANDS = {
+    "tensor": ("FP8, E4M3 x E4M3 (forward)", "FP8, E5M2 x E4M3 (backward)"),
+    "1x128": ("FP8, blocks of 1x128 and 128x128",),
+    "1x32": ("MXFP8, blocks of 32 with E8M0 scales",),
+    "1x16": ("NVFP4, blocks of 16 with E4M3 scales",),
+}
 
 # Library -> its name in JAX's CUDA plugin.
 _LIBRARIES = {
@@ -82,8 +86,8 @@ def examine(target: str | targets.Target | None = None) -> dict[str, Any]:
         devices, troubles, client = [_device(gpu.device, "gpu", gpu.capability, 1)], [], ""
     else:
         devices, troubles, client = _devices_here()
-        if devices and (slow := xla.why_not_fp8(backends.Device.here())):
-            troubles.append(slow)
+        on = backends.Device.here() if devices else None
+        troubles += filter(None, (on and each.why_not_fp8(on) for each in backends.BACKENDS.values()))
     is_gpu = target is None and any(device["platform"] == "gpu" for device in devices)
     names = ("jax", "jaxlib", "flax", "optax", "fp8jax")
     versions = {"Python": platform.python_version()} | {name: version(name) or "not found" for name in names}
@@ -107,23 +111,36 @@ def _backends(*device: Any) -> list[dict[str, Any]]:
 
 def gemms_of(platform: str, capability: tuple[int, int] | None) -> list[dict[str, str]]:
     """How devices of a platform and a compute capability compute GEMMs, by the format of the operands."""
+    on = backends.Device("", platform, capability)
 
-    def way(least: tuple[int, int], on_cpu: tuple[str, str], backend: str) -> tuple[str, str]:
+    def way(least: tuple[int, int], on_cpu: tuple[str, str], backend: str, granularity: str) -> Any:
         if platform == "cpu":
             return on_cpu
         if capability is None:
             return UNKNOWN, "not a CPU or NVIDIA GPU; `fp8jax doctor --compile` shows what runs"
-        if capability >= least:
-            return NATIVE, f"{backend}: {backends.BACKENDS[backend].gemms}"
-        reason = backends.BACKENDS[backend].supports(backends.Device("", platform, capability), False)
+        if reason := backends.why_not(backend, granularity, device=on):
+            return NOT_SUPPORTED, reason
         below = f"compute capability {_dotted(capability)} is below {_dotted(least)}: XLA uses a wider format"
-        return NOT_SUPPORTED, reason or below
+        name = backends.choose(backend, granularity, device=on).name
+        gemms = f"{name}: {backends.BACKENDS[name].gemms}"
+        return (NATIVE, gemms) if capability >= least else (NOT_SUPPORTED, below)
 
-    ways = [
-        (operands, scaling, *way(least, on_cpu, backend))
-        for operands, scaling, least, on_cpu, backend in _FORMATS
-    ]
+    ways = [(operands, scaling, *way(*of)) for operands, scaling, *of in (*_HIGH_PRECISION, *_quantized())]
     return [dict(zip(("operands", "scaling", "how", "reason"), row, strict=True)) for row in ways]
+
+
+def _quantized() -> list[tuple[Any, ...]]:
+    """Rows as in `_HIGH_PRECISION` for each granularity of the scalings."""
+    names = collections.defaultdict(list)
+    for name, fields in FIELDS_OF_SCALING.items():
+        values = {field: value for field, (value, _) in fields.items()}
+        recipe = dataclasses.replace(Recipe.te(), scaling=name, **values)
+        names[scaling.of_recipe(recipe).granularity].append(name)
+    return [
+        (operands, ", ".join(scalings), FIRST_WITH_FP8, _EXACT, "auto", granularity)
+        for granularity, scalings in names.items()
+        for operands in _OPERANDS.get(granularity, (f"FP8, a scale per {granularity}",))
+    ]
 
 
 def _device(name: str, platform: str, capability: tuple[int, int] | None, number: int) -> dict[str, Any]:
