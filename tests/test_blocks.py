@@ -205,9 +205,7 @@ def test_dot_is_that_of_the_dequantized_operands(recipe):
     x, w, g = operands()
     y, dx, dw, _ = gradients(recipe, x, w, g)
     recipe, state = Recipe.parse(recipe), init_state(recipe)
-    quantized = jax.jit(
-        functools.partial(block.quantize_operand, scaling.of_recipe(recipe)), static_argnums=0
-    )
+    quantized = jax.jit(scaling.of_recipe(recipe).quantize_operand, static_argnums=0)
     pairs = [quantized(i, each, state) for i, each in enumerate((x, w, g))]
     (x1, x2), (w1, w2), (g1, g2) = ([part.dequantize() for part in pair] for pair in pairs)
     for ours, exact in ((y, x1 @ w1.T), (dx, g1 @ w2.T), (dw, x2 @ g2.T)):
@@ -323,7 +321,7 @@ def test_stochastic_gradients_differ_by_step_and_tensor():
     state = init_state("nvfp4")
     later = {**state, **scaling.of_recipe(Recipe.NVFP4).update(state, None)}
     draws = [
-        block.quantize_operand(scaling.of_recipe(Recipe.NVFP4), block.GRAD, each, at)[0].data.bytes
+        scaling.of_recipe(Recipe.NVFP4).quantize_operand(block.GRAD, each, at)[0].data.bytes
         for each, at in (
             (g, state),
             (g, state),
@@ -411,8 +409,7 @@ def test_bits_depend_on_the_seed():
     x, w, g = operands()
     first, second = ({"key": jnp.array([seed, 0.0])} for seed in (0, 1))
     copies = [
-        block.quantize_operand(scaling.of_recipe(Recipe.NVFP4), block.GRAD, g, state)[0]
-        for state in (first, second)
+        scaling.of_recipe(Recipe.NVFP4).quantize_operand(block.GRAD, g, state)[0] for state in (first, second)
     ]
     assert (copies[0].data.bytes != copies[1].data.bytes).any()
 
@@ -564,14 +561,14 @@ def test_kernel_of_both_fp4_copies(recipe, operand, bad, shape, monkeypatch):
     if bad is not None:
         x[..., 5, 3] = bad
     x, state = jnp.asarray(x, jnp.bfloat16), {"key": jnp.array([3.0, 5.0])}
-    expected = block.quantize_operand(scaling.of_recipe(Recipe.parse(recipe)), operand, x, state)
+    expected = scaling.of_recipe(Recipe.parse(recipe)).quantize_operand(operand, x, state)
     monkeypatch.setattr(rows_and_columns_fp4, "INTERPRET", True)
     monkeypatch.setattr(
         rows_and_columns_fp4,
         "by_platform",
         lambda *args, cpu, default, is_deferred, **static: default(*args, **static),
     )
-    ours = block.quantize_operand(scaling.of_recipe(Recipe.parse(recipe)), operand, x, state)
+    ours = scaling.of_recipe(Recipe.parse(recipe)).quantize_operand(operand, x, state)
     for one, other in zip(ours, expected, strict=True):
         np.testing.assert_array_equal(bits(one.scale.data), bits(other.scale.data))
         np.testing.assert_array_equal(one.scale.scale, other.scale.scale)
@@ -632,7 +629,7 @@ def test_kernel_of_both_copies_exchanges_little(recipe, target, tmp_path):
     """Only packed codes pass between threads. A transpose of a tile of float32 waits for others 133 times.
     Divisions are rounded to nearest, as on a CPU; not XLA's, of the scales of tensors."""
     quantize = functools.partial(
-        block.quantize_operand, scaling.of_recipe(Recipe.parse(recipe)), block.LHS, state={}
+        scaling.of_recipe(Recipe.parse(recipe)).quantize_operand, block.LHS, state={}
     )
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
     code = assembly(quantize, x, target=target, at=tmp_path)

@@ -20,7 +20,6 @@ from fp8jax.checkpoints.folder import Writer, read
 from fp8jax.checkpoints.serving import ServingFormat
 from fp8jax.quantization import is_scaled, value
 from fp8jax.scaling import LHS, RHS, of_recipe
-from fp8jax.scaling.block import quantize_operand
 
 RECIPES = ("te", "O2", "O3", "fp8", "current", "block", "block, scaling=block_float32", "mxfp8", "nvfp4")
 PLAIN = NameMap((Rename(r"(.*)\.weight", r"\1/kernel", axes=(1, 0)), Rename(r"(.*)\.bias", r"\1/bias")))
@@ -86,7 +85,7 @@ def test_formats_hold_what_training_multiplies_with(tmp_path, recipe):
     variables = fp8jax.value_and_grad(lambda v: (model.apply(v, x) ** 2).mean())(variables)[2]
     frozen = model.freeze(variables, x)["params"]["up"]["kernel"]
     if not is_scaled(frozen):
-        want = np.asarray(quantize_operand(of_recipe(model.recipe), RHS, frozen, {}, (0,))[0].dequantize())
+        want = np.asarray(of_recipe(model.recipe).quantize_operand(RHS, frozen, {}, (0,))[0].dequantize())
     else:
         want = np.asarray(frozen.dequantize()).T
     stored, held = np.asarray(value(variables["params"]["up"]["kernel"])).T, set()

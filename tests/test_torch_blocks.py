@@ -2,7 +2,6 @@
 
 import collections
 import copy
-import functools
 import io
 import pathlib
 
@@ -185,9 +184,7 @@ def test_hadamard_equals_jaxs(dtype):
 def test_operands_equal_jaxs(recipe, shape):
     """Each operand for both of its GEMMs, with the transform and the random bits of two steps."""
     recipe, x = Recipe.parse(recipe), numbers(shape)
-    quantized = jax.jit(
-        functools.partial(block.quantize_operand, scaling.of_recipe(recipe)), static_argnums=0
-    )
+    quantized = jax.jit(scaling.of_recipe(recipe).quantize_operand, static_argnums=0)
     for step in (0, 3):
         state = init_state(recipe)
         state = {name: array.at[1].set(step) for name, array in state.items()}

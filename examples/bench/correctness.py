@@ -27,7 +27,6 @@ import fp8jax
 from fp8jax import Recipe, ScaledArray, backends, formats, scaling
 from fp8jax.inspect import program
 from fp8jax.quantization import cast, is_scaled
-from fp8jax.scaling import block
 
 RECIPE = "te,scaling=current"  # scales that are not 1
 REGISTER = 2.0**-13  # what is cut from a number in the tensor cores' registers, relative to the largest
@@ -147,7 +146,7 @@ def in_blocks(is_tiny: bool) -> list[dict[str, Any]]:
 def quantized(name: str, *given: jax.Array) -> Any:
     """Both copies of the three operands."""
     its: Any = scaling.of_recipe(Recipe.parse(name))
-    return [block.quantize_operand(its, number, x, its.init()) for number, x in enumerate(given)]
+    return [its.quantize_operand(number, x, its.init()) for number, x in enumerate(given)]
 
 
 def cut(a: Any, b: Any, every: int) -> Any:

@@ -2,7 +2,8 @@
 
 `of_recipe` gives the `base.Scaling` of a recipe, from the table `SCALINGS`. `tensor` has one scale for a
 tensor, from the amaxes of previous steps (`delayed`) or from the tensor itself (`current`); `block` has a
-scale for each block of a tensor. `merge` combines the scaling states of several uses of a layer.
+scale for each block of a tensor, and `nvfp4` also one for the tensor. `merge` combines the scaling states of
+several uses of a layer.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import jax
 
 from fp8jax.recipe import Recipe
-from fp8jax.scaling import block, current, delayed
+from fp8jax.scaling import block, current, delayed, nvfp4
 from fp8jax.scaling.base import CASTS as CASTS
 from fp8jax.scaling.base import GRAD as GRAD
 from fp8jax.scaling.base import KEY
@@ -30,7 +31,7 @@ SCALINGS: dict[str, Callable[[Recipe], Scaling]] = {
     "block": functools.partial(BlockScaling, block.BLOCK),
     "block_float32": functools.partial(BlockScaling, block.BLOCK_FLOAT32),
     "mxfp8": functools.partial(BlockScaling, block.BLOCK_OF_32),
-    "nvfp4": functools.partial(BlockScaling, block.nvfp4),
+    "nvfp4": functools.partial(nvfp4.NVFP4Scaling, nvfp4.method_of),
 }
 
 
