@@ -57,6 +57,11 @@ class BlockMethod:
     scale: str = "power_of_two"
     rule: str = "six"
 
+    @property
+    def scale_format(self) -> str:
+        """The format of the stored scales."""
+        return "FP32" if self.scale in ("power_of_two", "float32") else self.scale
+
     def with_rule(self, rule: str) -> "BlockMethod":
         """The method with another rule."""
         return dataclasses.replace(self, rule=rule)

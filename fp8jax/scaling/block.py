@@ -51,10 +51,6 @@ from fp8jax.scaling.base import (
 from fp8jax.scaling.frozen_kernel import operand_of_stored, stored_kernel
 from fp8jax.scaling.row_groups import in_aligned_groups
 
-# `BlockMethod.scale` -> the format of stored scales, where the names differ.
-_SCALE_FORMATS = {"power_of_two": "FP32", "float32": "FP32"}
-
-
 # (recipe, operand, use) -> how an operand is quantized for its first GEMM (use 0) or its second one (1).
 MethodOf = Callable[[Recipe, int, int], BlockMethod]
 
@@ -104,7 +100,7 @@ class BlockScaling(Scaling):
     def scales(self) -> str:
         """See `Scaling`."""
         methods = [self.method(operand) for operand in (RHS, LHS, GRAD)]
-        names = ["{}x{} ".format(*x.block) + _SCALE_FORMATS.get(x.scale, x.scale) for x in methods]
+        names = ["{}x{} ".format(*x.block) + x.scale_format for x in methods]
         return " / ".join(dict.fromkeys(names))
 
     @property
