@@ -408,6 +408,19 @@ def test_a_new_scaling_is_used_in_a_model(fixed):
     np.testing.assert_allclose(model.apply(variables, x), 896.0 * 256)
 
 
+def test_the_tables_of_scalings_have_the_same_names():
+    """One that is missing in a table is refused when it is used; here it is seen before that."""
+    names = list(legal_values.FIELDS_OF_SCALING)
+    assert list(scaling.SCALINGS) == names
+    for name, fields in legal_values.FIELDS_OF_SCALING.items():
+        legal = {field: value for field, (value, _) in fields.items()}
+        assert scaling.of_recipe(dataclasses.replace(Recipe.te(), scaling=name, **legal)).granularity
+    pytest.importorskip("torch")
+    import fp8jax_torch.scaling
+
+    assert list(fp8jax_torch.scaling.SCALINGS) == names
+
+
 def test_a_half_added_scaling_is_refused(fixed, monkeypatch):
     monkeypatch.delitem(scaling.SCALINGS, "fixed")
     with pytest.raises(NotImplementedError, match="scaling=fixed: expected an entry in .*SCALINGS"):
