@@ -26,7 +26,7 @@ class Written(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How the step rounds; see `Recipe.rounding`. The moments' storage says how the second one is rounded."""
+    """How the step rounds, see `fp8jax.optim.step`. The second moment is rounded as its storage says."""
 
     first_moment: str = "nearest"
     weight: str = "nearest"
