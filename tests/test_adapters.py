@@ -14,7 +14,7 @@ from flax.nnx import bridge
 
 import fp8jax
 from fp8jax.adapters.adapter import FRAMEWORKS, Framework, adapter_of
-from fp8jax.inspect import gemms, memory, subject
+from fp8jax.inspect import memory, report_check, subject
 from fp8jax.quantization import is_scaled, value
 from fp8jax.rewrite import FunctionModel
 from fp8jax.train import TrainConfig, Trainer, metrics
@@ -668,7 +668,7 @@ def test_half_a_framework_raises(equinox_adapter, monkeypatch, method):
     x = jnp.ones((32, WIDTH))
     for call in (
         lambda: fp8jax.report(fp8jax.transform(equinox_adapter, "te"), x),
-        lambda: gemms.check((equinox_adapter, x), "te"),
+        lambda: report_check.check((equinox_adapter, x), "te"),
         lambda: memory.plan(equinox_adapter, "te", x),
     ):
         with pytest.raises(TypeError, match=rf"FRAMEWORKS\['equinox'\]: expected an adapter with .*{method}"):
@@ -680,13 +680,13 @@ def test_doctor_and_plan_of_a_new_framework(equinox_adapter):
     eqx, net = equinox_net()
     params, static = eqx.partition(net, eqx.is_array)
     fn, x = lambda params, x: eqx.combine(params, static)(x), jax.ShapeDtypeStruct((32, WIDTH), jnp.float32)
-    rows = gemms.check((equinox_adapter, x), "te")
+    rows = report_check.check((equinox_adapter, x), "te")
     assert [(row.layer, row.report, row.fp8, row.others) for row in rows[:2]] == [
         ("up", "FP8", 2, 0),
         ("down", "FP8", 3, 0),
     ]
-    assert rows == gemms.check((fp8jax.transform(equinox_adapter, "te"), x), "te")
-    assert rows == gemms.check((fn, (params, x)), "te")
+    assert rows == report_check.check((fp8jax.transform(equinox_adapter, "te"), x), "te")
+    assert rows == report_check.check((fn, (params, x)), "te")
     planned = memory.plan(equinox_adapter, "te", x)
     assert planned == memory.plan(fn, "te", params, x) and planned.inputs < 2 * 4 * x.size
 

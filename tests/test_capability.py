@@ -10,7 +10,7 @@ import pytest
 
 import fp8jax
 from fp8jax.backends import Device
-from fp8jax.inspect import gemms, targets
+from fp8jax.inspect import report_check, targets
 
 A100 = dataclasses.replace(targets.get("h100"), name="a100", device="NVIDIA A100", capability=(8, 0))
 X = jnp.ones((128, 128), jnp.bfloat16)
@@ -101,7 +101,7 @@ def test_a_program_for_another_gpu_does_not_warn_of_this_one(monkeypatch):
 def test_gemms_that_xla_dequantizes_are_named_with_the_cause(target, kinds, monkeypatch):
     """As on a GPU that is let through."""
     monkeypatch.setattr(targets, "missing_gemms", lambda *_: None)
-    rows = gemms.check((nn.Dense(256, name="up"), (X,)), "mxfp8", target=target)
+    rows = report_check.check((nn.Dense(256, name="up"), (X,)), "mxfp8", target=target)
     assert bool(rows[0].complaint) == bool(kinds) and rows[0].fp8 == (0 if kinds else 2)
     cause = "XLA dequantizes blocks where cuDNN has no GEMM for the GPU or the shapes"
     assert not kinds or (rows[0].complaint.startswith(kinds) and rows[0].complaint.endswith(cause))

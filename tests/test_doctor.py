@@ -18,7 +18,7 @@ from jax import lax
 import fp8jax
 from fp8jax import backends, cli, extras
 from fp8jax.inspect import device as devices
-from fp8jax.inspect import gemms, targets
+from fp8jax.inspect import report_check, targets
 from fp8jax.inspect.program import Gemm
 from fp8jax.inspect.subject import subject
 from fp8jax.rewrite.report import LayerRow, Report
@@ -123,25 +123,25 @@ def test_a_function_of_parameters():
         return jnp.sum(y)
 
     _, recipe, expected = MODELS["linen"]
-    rows = gemms.check((fn, (params, inputs(24, 32)), loss), recipe)
+    rows = report_check.check((fn, (params, inputs(24, 32)), loss), recipe)
     assert counted(rows) == expected and not complaints(rows) and losses[0] == [(24, 32)]
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_a_cpu_is_given_is_counted_by_layer(name):
     model, recipe, expected = MODELS[name]
-    rows = gemms.check((model, inputs(24, 32)), recipe)
+    rows = report_check.check((model, inputs(24, 32)), recipe)
     assert counted(rows) == expected and not complaints(rows)
     narrow = [number for is_told, number, _ in expected.values() if is_told]
     shown = f"{sum(narrow)} FP8 GEMMs in the {len(narrow)} layers" if narrow else "no layer"
-    assert gemms.verdict(rows).startswith(f"as reported: {shown}")
+    assert report_check.verdict(rows).startswith(f"as reported: {shown}")
 
 
 def test_scanned_layers_and_products_of_no_layer_are_counted():
     small = {"layers": 2, "width": 32, "heads": 2, "context": 16, "vocabulary": 64}
-    rows = gemms.check(subject("gpt", **small), "O2")
+    rows = report_check.check(subject("gpt", **small), "O2")
     layers = {f"layers/{name}": (True, 3, 0) for name in ("qkv", "out", "up", "down")}
-    assert counted(rows) == {**layers, "lm_head": HEAD, gemms.NO_LAYER: (False, 0, 8)}
+    assert counted(rows) == {**layers, "lm_head": HEAD, report_check.NO_LAYER: (False, 0, 8)}
     assert not complaints(rows)
 
 
@@ -149,7 +149,7 @@ def test_a_product_of_the_users_own_may_be_fp8():
     def own(lhs, rhs, dimension_numbers, **options):
         return fp8jax.dot.dot_general(lhs, rhs, dimension_numbers, recipe="te,scaling=current", state={})
 
-    [row] = gemms.check((nn.Sequential([nn.Dense(48, dot_general=own)]), inputs(8, 32)), "bf16")
+    [row] = report_check.check((nn.Sequential([nn.Dense(48, dot_general=own)]), inputs(8, 32)), "bf16")
     assert (row.fp8, row.others, row.complaint) == (2, 0, "")
 
 
@@ -178,7 +178,7 @@ def test_a_broken_backend_is_found_and_the_command_fails(broken_backend, capsys)
 
 @needs_plugin
 def test_what_a_gpu_would_run_is_as_reported():
-    rows = gemms.check((MLP(), inputs(48, 32, dtype=jnp.bfloat16)), "O2", target="h200")
+    rows = report_check.check((MLP(), inputs(48, 32, dtype=jnp.bfloat16)), "O2", target="h200")
     assert counted(rows) == MODELS["linen"][2] and not complaints(rows)
 
 
@@ -199,7 +199,9 @@ FALLEN = {
 @pytest.mark.parametrize("name", ["joined", pytest.param("batch", marks=pytest.mark.long), "vector"])
 def test_what_falls_back_on_a_gpu_is_named_with_its_cause(name):
     model, recipe, layers, cause = FALLEN[name]
-    found = complaints(gemms.check((model, inputs(256, 128, dtype=jnp.bfloat16)), recipe, target="h200"))
+    found = complaints(
+        report_check.check((model, inputs(256, 128, dtype=jnp.bfloat16)), recipe, target="h200")
+    )
     assert set(found) == layers
     assert all(cause in complaint for complaint in found.values())
 
@@ -210,7 +212,7 @@ def test_keeping_products_apart_brings_them_back(monkeypatch):
     options = {**targets.COMPILER_OPTIONS, "xla_gpu_dot_merger_threshold_mb": 0}
     monkeypatch.setattr(targets, "COMPILER_OPTIONS", options)
     model = (Projections(), inputs(256, 128, dtype=jnp.bfloat16))
-    assert not complaints(gemms.check(model, "te,scaling=current", target="h200"))
+    assert not complaints(report_check.check(model, "te,scaling=current", target="h200"))
 
 
 @needs_plugin
@@ -218,7 +220,7 @@ def test_keeping_products_apart_brings_them_back(monkeypatch):
 def test_the_gpt_of_plans_is_as_reported_on_every_target():
     of = subject("gpt-125m", layers=3, width=128, heads=2, context=128, vocabulary=256)
     for name in targets.TARGETS:
-        rows = gemms.check(of, "O2", target=name)
+        rows = report_check.check(of, "O2", target=name)
         assert not complaints(rows)
         assert {row.runs for row in rows if row.report == "FP8"} == {3}
 
@@ -228,7 +230,9 @@ def test_the_gpt_of_plans_is_as_reported_on_every_target():
 def test_the_gpt_that_trains_is_as_reported(load_program):
     model = load_program("examples/gpt_model.py")
     config = model.GPTConfig(vocabulary=96, dtype="bfloat16", remat=False)
-    rows = gemms.check((model.GPT(config), inputs(12, config.context, dtype=jnp.int32)), "O2", target="h200")
+    rows = report_check.check(
+        (model.GPT(config), inputs(12, config.context, dtype=jnp.int32)), "O2", target="h200"
+    )
     assert not complaints(rows)
     # Forward and two backward products in FP8 for each layer of the report, and none besides.
     assert {row.fp8 for row in rows if row.report == "FP8"} == {3}
@@ -272,24 +276,28 @@ FELL = gemm("wgrad", kind="cublaslt", formats=WIDE)
 )
 def test_what_became_of_a_layer_is_judged(given, ran, capability, says):
     report = Report("te", (LayerRow("up", "Dense", (64, 32), True, "", 1),), 1)
-    [row] = gemms._compared(report, set(), given, ran, capability)
+    [row] = report_check._compared(report, set(), given, ran, capability)
     assert says in row.complaint and bool(says) == bool(row.complaint)
 
 
 def test_layers_that_are_not_reported_may_have_no_fp8():
     report = Report("te", (LayerRow("up", "Dense", (64, 32), False, "exclude=up", 1),), 1)
-    [row] = gemms._compared(report, set(), GIVEN, RAN, (9, 0))
+    [row] = report_check._compared(report, set(), GIVEN, RAN, (9, 0))
     assert row.complaint == "3 GEMMs are FP8, and the report says no"
     raw = [g._replace(name=g.name.replace("fp8jax:up", "nothing")) for g in GIVEN]
-    [row] = gemms._compared(Report("te", (), 0), set(), raw, [FELL._replace(name="dgrad/x")] * 3, (9, 0))
-    assert row.layer == gemms.NO_LAYER and row.complaint.startswith("fprop and dgrad and wgrad: a cublaslt")
+    [row] = report_check._compared(
+        Report("te", (), 0), set(), raw, [FELL._replace(name="dgrad/x")] * 3, (9, 0)
+    )
+    assert row.layer == report_check.NO_LAYER and row.complaint.startswith(
+        "fprop and dgrad and wgrad: a cublaslt"
+    )
 
 
 def test_bad_input_is_named():
     with pytest.raises(TypeError, match="`model`: expected a Flax module, .* or a function of parameters"):
-        gemms.check((object(), inputs(2, 2)), "O2")
+        report_check.check((object(), inputs(2, 2)), "O2")
     with pytest.raises(ValueError, match="`target`: expected one of h100"):
-        gemms.check((MLP(), inputs(24, 32)), "O2", target="h300")
+        report_check.check((MLP(), inputs(24, 32)), "O2", target="h300")
 
 
 def ways(gemms):
@@ -426,7 +434,7 @@ def test_the_command_prints_json(capsys):
     assert cli.main(["doctor", "--compile", "--json", "--recipe", "O2", "bf16", "--model", model]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert set(printed) == {"O2", "bf16"}
-    assert printed["O2"][0] == gemms.GemmRow("up", "FP8", 2, 0, 1, "")._asdict()
+    assert printed["O2"][0] == report_check.GemmRow("up", "FP8", 2, 0, 1, "")._asdict()
 
 
 def test_importing_the_doctor_touches_no_device():
@@ -440,6 +448,6 @@ def test_importing_the_doctor_touches_no_device():
 
 
 def test_runs_are_shown_where_there_is_a_loop():
-    row = gemms.GemmRow("up", "FP8", 3, 0, 12, "")
-    assert gemms.table([row]).splitlines()[1].split() == ["up", "FP8", "3", "0", "12"]
-    assert "runs" not in gemms.table([row._replace(runs=1)])
+    row = report_check.GemmRow("up", "FP8", 3, 0, 12, "")
+    assert report_check.table([row]).splitlines()[1].split() == ["up", "FP8", "3", "0", "12"]
+    assert "runs" not in report_check.table([row._replace(runs=1)])

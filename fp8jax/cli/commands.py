@@ -52,7 +52,7 @@ def run_chart(args: argparse.Namespace) -> int:
 def run_doctor(args: argparse.Namespace) -> int:
     """Prints what this machine has, or a program's GEMMs; 1 if there is a trouble or a complaint."""
     configure(is_cpu=bool(args.target))
-    from fp8jax.inspect import device, gemms
+    from fp8jax.inspect import device, report_check
 
     if not args.compile:
         _refuse(args, ("recipe", *OPTIONS), "{} is for --compile; add that or leave it out")
@@ -61,9 +61,9 @@ def run_doctor(args: argparse.Namespace) -> int:
         return int(bool(machine["troubles"]))
     of = subject_of(args)
     recipes = _recipes(args, of.model, ["fp8"])
-    checked = {recipe: gemms.check(of, recipe, target=args.target) for recipe in recipes}
+    checked = {recipe: report_check.check(of, recipe, target=args.target) for recipe in recipes}
     data = {recipe: [row._asdict() for row in rows] for recipe, rows in checked.items()}
-    texts = (gemms.text(rows, recipe, args.target) for recipe, rows in checked.items())
+    texts = (report_check.text(rows, recipe, args.target) for recipe, rows in checked.items())
     _print(args, data, lambda: "\n\n".join(texts))
     return int(any(row.complaint for rows in checked.values() for row in rows))
 

@@ -6,7 +6,7 @@
 | `program/` | GEMMs, collectives, kernels and memory of a compiled program |
 | `chart` | the precision chart, read back from compiled train steps |
 | `estimate/` | the time of a training step, estimated; its tables and picture |
-| `gemms` | the GEMMs of a model, layer by layer, next to its report |
+| `report_check` | whether the GEMMs of a program are as the report says, layer by layer |
 | `memory/` | the bytes of a training step |
 | `numerics/` | statistics of tensors under recipes, and advice from them |
 | `device` | formats of the GEMMs that the devices here compute natively |
@@ -17,11 +17,11 @@
 from fp8jax.inspect import chart as chart
 from fp8jax.inspect import device as device
 from fp8jax.inspect import estimate as estimate
-from fp8jax.inspect import gemms as gemms
 from fp8jax.inspect import memory as memory
 from fp8jax.inspect import models as models
 from fp8jax.inspect import numerics as numerics
 from fp8jax.inspect import program as program
+from fp8jax.inspect import report_check as report_check
 from fp8jax.inspect import step as step
 from fp8jax.inspect import subject as subject
 from fp8jax.inspect import tables as tables

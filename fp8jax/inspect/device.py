@@ -4,7 +4,7 @@
     print(text(examine("h200")))             # a GPU that is not here
 
 No program runs: devices, versions and packages are only read; "not found" stands for what is unknown. On a
-GPU a small GEMM is compiled, to see that it is in FP8. The GEMMs of a model are in `fp8jax.inspect.gemms`.
+GPU a small GEMM is compiled, to see that it is in FP8. `fp8jax.inspect.report_check` has a model's GEMMs.
 """
 
 import collections

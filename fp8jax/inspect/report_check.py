@@ -1,4 +1,4 @@
-"""The GEMMs of a gradient step, layer by layer, next to the model's report.
+"""A check of the report: the GEMMs of a gradient step, layer by layer, next to what the report says of them.
 
     rows = check(subject("gpt-125m"), "O2", target="h200")
     print(table(rows))
