@@ -13,7 +13,7 @@ import pytest
 
 from fp8jax import ScaledArray
 from fp8jax.dot import init_ragged_state, init_state
-from fp8jax.scaling.delayed import without_one
+from fp8jax.scaling.old_states import without_one
 from fp8jax.train import checkpoint, run_folder
 from fp8jax.train.metrics import ScaleMetrics
 from fp8jax.train.step.network import State

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from fp8jax.adapters.nnx.variables import STATE
 from fp8jax.quantization import ScaledArray, is_scaled
-from fp8jax.scaling.base import OLD
 from fp8jax.scaling.delayed import ONE
+from fp8jax.scaling.old_states import OLD
 from fp8jax.variables import PARAMS, SCALING
 
 # Entries that only JAX has.

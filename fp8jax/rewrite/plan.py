@@ -14,7 +14,7 @@ from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.dots import Dot, Site
 from fp8jax.rewrite.interpreter.param_view import transpose
-from fp8jax.scaling.base import OLD
+from fp8jax.scaling.old_states import OLD
 from fp8jax.scaling.seeds import with_seeds
 from fp8jax.variables import SCALING
 

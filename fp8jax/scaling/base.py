@@ -29,9 +29,6 @@ CASTS = ("cast_lhs", "cast_rhs", "cast_grad")
 State = dict[str, Float[Array, "..."]]
 KEY = "key"
 
-# An entry of states of 0.1.0, which nothing reads.
-OLD = "wgrad_scale"
-
 # For which of its GEMMs an operand is needed.
 Uses = tuple[bool, bool]
 

@@ -28,16 +28,14 @@ References:
     TransformerEngine `DelayedScaling`; FP8 Formats for Deep Learning, arXiv 2209.05433, section 3.2.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from fp8jax.quantization import FIRST_SCALES, UNSET, factor_of, scale_of, select, usable
 from fp8jax.recipe import Recipe
 from fp8jax.scaling.base import ScaleMethod, State
-from fp8jax.scaling.merge import is_state
 
 # The name of the entry that a factor on a state changes.
 ONE = "one"
@@ -94,15 +92,3 @@ def build(recipe: Recipe) -> ScaleMethod:
         return new
 
     return ScaleMethod(init, scale, update)
-
-
-def without_one(tree: PyTree) -> PyTree:
-    """The tree with the states of 0.1.0."""
-    drop = lambda node: {name: node[name] for name in node if name != ONE} if is_state(node) else node  # noqa: E731
-    return jax.tree.map(drop, tree, is_leaf=is_state)
-
-
-def with_one(tree: PyTree) -> PyTree:
-    """The inverse of `without_one`."""
-    add = lambda node: {**node, ONE: jnp.ones_like(node["scale"])} if is_state(node) else node  # noqa: E731
-    return jax.tree.map(add, tree, is_leaf=is_state)

@@ -28,8 +28,8 @@ from jaxtyping import PyTree
 
 from fp8jax.extras import need
 from fp8jax.quantization import ScaledArray
-from fp8jax.scaling.base import OLD
-from fp8jax.scaling.delayed import ONE, with_one, without_one
+from fp8jax.scaling.delayed import ONE
+from fp8jax.scaling.old_states import OLD, with_one, without_one
 from fp8jax.train import distributed
 from fp8jax.variables import PARAMS
 
