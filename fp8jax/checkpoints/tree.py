@@ -19,11 +19,9 @@ import jax.numpy as jnp
 from fp8jax.adapters.nnx.variables import STATE
 from fp8jax.quantization import ScaledArray, is_scaled
 from fp8jax.scaling.delayed import ONE
-from fp8jax.scaling.old_states import OLD
+from fp8jax.scaling.old_states import ONLY_JAX
 from fp8jax.variables import PARAMS, SCALING
 
-# Entries that only JAX has.
-ONLY_JAX = (OLD, ONE)
 ROOT = ".root"  # the end of the name of a second moment that is stored as its root
 
 Key = tuple[str, ...]

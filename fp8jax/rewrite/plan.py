@@ -14,7 +14,7 @@ from fp8jax.quantization import is_scaled, quantize
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.dots import Dot, Site
 from fp8jax.rewrite.interpreter.param_view import transpose
-from fp8jax.scaling.old_states import OLD
+from fp8jax.scaling.old_states import without_unread
 from fp8jax.scaling.seeds import with_seeds
 from fp8jax.variables import SCALING
 
@@ -155,7 +155,7 @@ class PlannedDot(NamedTuple):
                 continue
             at = f" in the scaling state of {'/'.join(self.path)!r}"
             check_state(recipe, found, "variables", at, remedy or _REMEDY)
-            return {name: entry for name, entry in found.items() if name != OLD}
+            return without_unread(found)
         raise ValueError(
             f"`variables`: expected the scaling state of {'/'.join(self.path)!r} in the collection "
             f"{SCALING!r}; got none. {remedy or _REMEDY_OF_NONE}"
@@ -163,7 +163,7 @@ class PlannedDot(NamedTuple):
 
     def _check_no_others(self, found: Any, remedy: str | None) -> None:
         """Raises ValueError for a state of another scaling, if this dot product's casts have none."""
-        if others := set(found if isinstance(found, Mapping) else ()) - {OLD}:
+        if others := without_unread(found if isinstance(found, Mapping) else {}):
             raise ValueError(
                 f"`variables`: expected nothing in the scaling state of {'/'.join(self.path)!r} for "
                 f"{self.kernel.recipe}; got {', '.join(sorted(others))}: the state of another recipe, which "

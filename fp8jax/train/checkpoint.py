@@ -28,8 +28,7 @@ from jaxtyping import PyTree
 
 from fp8jax.extras import need
 from fp8jax.quantization import ScaledArray
-from fp8jax.scaling.delayed import ONE
-from fp8jax.scaling.old_states import OLD, with_one, without_one
+from fp8jax.scaling.old_states import are_old, with_one, without_one, without_unread
 from fp8jax.train import distributed
 from fp8jax.variables import PARAMS
 
@@ -114,8 +113,7 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
     """
     folder, skipped = folder.resolve(), list[str]()
     for step, path, content in _whole(folder, skipped):
-        # Scaling states of 0.1.0 lack an entry, and have another one, which is not read.
-        is_old = not any(name.endswith(f"[{ONE!r}]") for name in content["arrays"])
+        is_old = are_old(content["arrays"])
         saved = without_one(like) if is_old else like
         _check(path, content, saved, run)
         state, damage = _restored(path, saved)
@@ -299,8 +297,7 @@ def _arrays(state: PyTree) -> dict[str, str]:
 def _check(path: pathlib.Path, content: dict[str, Any], like: PyTree, run: str) -> None:
     if run and content["run"] != run:
         raise ValueError(f"{path} is of another run, with other settings or data; move it away and resume")
-    found, expected = content["arrays"], _arrays(like)
-    found = {name: found[name] for name in found if not name.endswith(f"[{OLD!r}]")}
+    found, expected = without_unread(content["arrays"]), _arrays(like)
     for name in sorted(found.keys() | expected.keys()):
         there, here = found.get(name, "nothing"), expected.get(name, "nothing")
         if there != here:
