@@ -35,7 +35,7 @@ from fp8jax.train.metrics import bytes_per_parameter
 from fp8jax.train.report.report import facts
 from fp8jax.train.run.run import spans
 from fp8jax.train.run.validation import validator
-from fp8jax.train.step.network import State
+from fp8jax.train.step.network import RunState
 from fp8jax.train.step.optimizers import decays, schedule_of
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "bench"))
@@ -175,7 +175,7 @@ def save(run: train_gpt.Run, way: str, folder: pathlib.Path) -> None:
     bytes_of = bytes_per_parameter(variables, variables["params"], state)  # gradients are like weights
     about = facts(trainer, {**vars(options), "way": way}, begun, 0)
     model = {
-        "validation_loss": validate(State(jnp.int32(len(losses)), variables, None), is_last=True),
+        "validation_loss": validate(RunState(jnp.int32(len(losses)), variables, None), is_last=True),
         "bytes_per_parameter": bytes_of._asdict(),
         "memory": [{"part": "peak", "arrays": None, "compiled": peak}],
     }

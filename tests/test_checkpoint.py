@@ -16,7 +16,7 @@ from fp8jax.dot import init_ragged_state, init_state
 from fp8jax.scaling.old_states import without_one
 from fp8jax.train import checkpoint, run_folder
 from fp8jax.train.metrics import ScaleMetrics
-from fp8jax.train.step.network import State
+from fp8jax.train.step.network import RunState
 
 
 def make_state(seed=0):
@@ -315,7 +315,7 @@ def test_checkpoint_of_another_model(saved, change):
     ],
 )
 def test_checkpoint_with_another_twin(tmp_path, began, now, says):
-    twin = State(jnp.int32(2), {"w": jnp.ones(2)}, {})
+    twin = RunState(jnp.int32(2), {"w": jnp.ones(2)}, {})
     runs = {0: twin, 1: [twin], 2: [twin, twin], 3: [twin, twin._replace(variables={"w": jnp.ones(3)})]}
     checkpoint.save(tmp_path, 2, runs[began])
     with pytest.raises(ValueError, match=says):

@@ -33,7 +33,7 @@ from fp8jax.train.run import checks
 from fp8jax.train.run.run import Callback, Model, Run
 from fp8jax.train.run.validation import validator
 from fp8jax.train.run_folder import RunMetadata
-from fp8jax.train.step.network import Loss, State
+from fp8jax.train.step.network import Loss, RunState
 from fp8jax.train.trainer import Trainer
 
 
@@ -41,7 +41,7 @@ class Fitted(NamedTuple):
     """The result of a run."""
 
     folder: pathlib.Path  # with report.html, unless the run was stopped
-    state: State
+    state: RunState
     curves: Curves
     steps: int  # steps done; fewer than `max_steps` if the run was stopped
     twin: "Fitted | None" = None

@@ -37,7 +37,7 @@ from fp8jax.train.data.loader import Loader
 from fp8jax.train.metrics import StepMetrics, scale_metrics
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
 from fp8jax.train.step.checks import check_batch, shapes_of
-from fp8jax.train.step.network import Loss, State, network_of
+from fp8jax.train.step.network import Loss, RunState, network_of
 from fp8jax.train.step.optimizers import optimizer_of
 from fp8jax.train.step.placement import place
 from fp8jax.train.step.unchanged_weights import Sample, sampler_of
@@ -107,13 +107,13 @@ class Trainer:
             return jax.jit(self._init).lower(self.key, self._batch(self._rows(1))).compile()
 
     @functools.cached_property
-    def _shapes(self) -> State:
+    def _shapes(self) -> RunState:
         """Shapes and dtypes of a state."""
         with self.precision():
             return jax.eval_shape(self._init, self.key, self._batch(self._rows(1)))
 
     @functools.cached_property
-    def like(self) -> State:
+    def like(self) -> RunState:
         """Shapes, dtypes and shardings of a state, as `checkpoint.restore` takes them."""
         shardings = self._compiled_init.output_shardings
         return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), self._shapes, shardings)
@@ -128,7 +128,7 @@ class Trainer:
         return compiled_program.read(self._compiled_step)
 
     @functools.cached_property
-    def sample(self) -> Callable[[State], Sample] | None:
+    def sample(self) -> Callable[[RunState], Sample] | None:
         """A compiled function from a state to entries of its weights, for `unchanged_share`; None if no
         weight is rounded to nearest."""
         return sampler_of(self.network, self.config.precision, self.like, self.placement)
@@ -166,7 +166,7 @@ class Trainer:
         )
         return prefetch_to_device(loader, self.config.dataloader_prefetch_factor, self.placement.by_rows)
 
-    def init(self, plain: PyTree = None) -> State:
+    def init(self, plain: PyTree = None) -> RunState:
         """The first state, on the devices; master weights start from plain weights, before they are rounded.
 
         Args:
@@ -184,7 +184,7 @@ class Trainer:
             state, plain = restart(self.network.from_plain(plain, state.variables)), plain[PARAMS]
         return self._with_masters(state, plain, zeros) if self._has_masters else state
 
-    def step(self, state: State, batch: PyTree) -> tuple[State, StepMetrics]:
+    def step(self, state: RunState, batch: PyTree) -> tuple[RunState, StepMetrics]:
         """The state after an optimizer step, and the metrics of the step; the given state is donated.
 
         Args:
@@ -209,7 +209,7 @@ class Trainer:
         """Raises ValueError if the state alone needs more memory than the devices have."""
         check_fits(self._shapes, self.placement.mesh.size if self.config.zero else 1)
 
-    def evaluator(self, loss: Loss) -> Callable[[State, PyTree], Float[Array, ""]]:
+    def evaluator(self, loss: Loss) -> Callable[[RunState, PyTree], Float[Array, ""]]:
         """A jitted function `(state, batch) -> loss` that changes nothing in the state.
 
         Args:
@@ -225,7 +225,7 @@ class Trainer:
         evaluate = functools.partial(self.network.evaluate, loss)
         jitted = self.placement.one_at_a_time(jax.jit(evaluate, out_shardings=self.placement.replicated))
 
-        def mean_loss(state: State, batch: PyTree) -> Float[Array, ""]:
+        def mean_loss(state: RunState, batch: PyTree) -> Float[Array, ""]:
             rows, devices = len(jax.tree.leaves(batch)[0]), self.placement.mesh.size
             if rows % devices:
                 raise ValueError(f"`batch`: expected a multiple of {devices} devices; got {rows} rows.")
@@ -234,7 +234,7 @@ class Trainer:
 
         return mean_loss
 
-    def statistics(self, state: State, batch: PyTree) -> Statistics:
+    def statistics(self, state: RunState, batch: PyTree) -> Statistics:
         """Statistics of the operands of each layer under the recipe, see `fp8jax.statistics`.
 
         They are of a quarter of a microbatch, of rows from all over the batch, and take about the time of a
@@ -301,14 +301,14 @@ class Trainer:
         arguments = self.like.variables, self._batch(self.rows), self.key
         return jax.eval_shape(self.network.gradients, *arguments)[1]
 
-    def _init(self, key: PRNGKeyArray, batch: PyTree) -> State:
+    def _init(self, key: PRNGKeyArray, batch: PyTree) -> RunState:
         return self._first_state(self.network.init(key, batch))
 
-    def _first_state(self, variables: PyTree) -> State:
+    def _first_state(self, variables: PyTree) -> RunState:
         variables = self.network.placed(variables)
-        return State(jnp.zeros((), jnp.int32), variables, self._tx.init(self.network.trained(variables)))
+        return RunState(jnp.zeros((), jnp.int32), variables, self._tx.init(self.network.trained(variables)))
 
-    def _with_masters(self, state: State, plain: PyTree, batch: PyTree) -> State:
+    def _with_masters(self, state: RunState, plain: PyTree, batch: PyTree) -> RunState:
         """The state with master weights from plain parameters, by default those of a new model."""
 
         def masters(opt_state: PyTree, plain: PyTree, key: PRNGKeyArray) -> Any:
@@ -320,11 +320,11 @@ class Trainer:
             jitted = jax.jit(masters, out_shardings=at, donate_argnums=0)
             return state._replace(opt_state=jitted(state.opt_state, plain, self.key))
 
-    def _step(self, state: State, batch: PyTree, key: PRNGKeyArray) -> tuple[State, StepMetrics]:
+    def _step(self, state: RunState, batch: PyTree, key: PRNGKeyArray) -> tuple[RunState, StepMetrics]:
         key = jax.random.fold_in(key, state.step)
         loss, grads, variables = self.network.gradients(state.variables, batch, key)
         updates, opt_state = self._tx.update(grads, state.opt_state, self.network.trained(variables))
-        new = State(state.step + 1, self.network.updated(variables, updates), opt_state)
+        new = RunState(state.step + 1, self.network.updated(variables, updates), opt_state)
         before, after = map(self.network.collections, (state.variables, new.variables))
         scales = scale_metrics(before, after, self.config.precision)
         return new, StepMetrics(loss, optim.skipped(opt_state), scales)

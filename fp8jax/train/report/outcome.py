@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fp8jax.inspect.memory import MemoryPlan
 from fp8jax.train import metrics
 from fp8jax.train.metrics import Bytes, Curves, ScaledTensor
-from fp8jax.train.step.network import State
+from fp8jax.train.step.network import RunState
 from fp8jax.train.trainer import Trainer
 
 
@@ -61,7 +61,7 @@ class Outcome(NamedTuple):
 Outcomes = Mapping[str, Outcome]
 
 
-def outcome_of(trainer: Trainer, state: State, curves: Curves, per_step: tuple[int, str]) -> Outcome:
+def outcome_of(trainer: Trainer, state: RunState, curves: Curves, per_step: tuple[int, str]) -> Outcome:
     """The outcome of a trainer after the last step.
 
     A step trains on `per_step` tokens or rows: (768, "tokens").

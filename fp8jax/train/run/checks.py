@@ -17,7 +17,7 @@ from fp8jax.train.errors import Diverged
 from fp8jax.train.metrics import Curves
 from fp8jax.train.run import not_finite
 from fp8jax.train.run_folder import RunMetadata
-from fp8jax.train.step.network import State
+from fp8jax.train.step.network import RunState
 from fp8jax.train.trainer import Trainer
 
 ROWS_TO_BLAME = 100  # of the data, that an error looks at
@@ -81,7 +81,7 @@ def check_finite(name: str, curves: Curves, arrays: Sequence[str], saved: int | 
     )
 
 
-def bad_arrays(trainer: Trainer, state: State) -> list[str]:
+def bad_arrays(trainer: Trainer, state: RunState) -> list[str]:
     """The paths of arrays of a state with NaN; and with infinite numbers, if they are trained."""
     trained = trainer.network.trained(state.variables), state.opt_state
     return [*not_finite.bad_arrays(trained), *not_finite.bad_arrays(state.variables, _is_number)]
@@ -91,7 +91,7 @@ def _is_number(x: Array) -> Bool[Array, "..."]:
     return ~jnp.isnan(x)
 
 
-def bad_layer(trainer: Trainer, state: State, batch: PyTree) -> str:
+def bad_layer(trainer: Trainer, state: RunState, batch: PyTree) -> str:
     """The layer that computed the first number that was not finite in the skipped step before `state`.
 
     One device of each process computes the step again, on the whole weights and the rows of each device in

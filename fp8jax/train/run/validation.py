@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from fp8jax.train.data.loader import Examples, Loader, Source
-from fp8jax.train.step.network import Loss, State
+from fp8jax.train.step.network import Loss, RunState
 from fp8jax.train.trainer import Trainer
 
 
@@ -32,7 +32,7 @@ def validator(
         if count < devices:
             raise ValueError(f"`validation` has {count} rows, fewer than the {devices} devices")
 
-    def validate(state: State, *, is_last: bool = False, most: int | None = None) -> float:
+    def validate(state: RunState, *, is_last: bool = False, most: int | None = None) -> float:
         source: Any = sources[is_last]
         shared = len(source) // devices * devices
         rows = min(trainer.per_device * devices, shared)

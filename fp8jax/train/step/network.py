@@ -39,8 +39,8 @@ from fp8jax.variables import OURS, PARAMS, SCALING
 Loss = Callable[[Any, PyTree], Float[Array, ""]]
 
 
-class State(NamedTuple):
-    """The state of a training."""
+class RunState(NamedTuple):
+    """The state of a run."""
 
     step: Int32[Array, ""]  # steps done
     variables: PyTree  # Flax's collections, or the state of an NNX model

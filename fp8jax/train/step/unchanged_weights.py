@@ -23,7 +23,7 @@ from fp8jax import formats
 from fp8jax.inspect.numerics.of_step import stored_params
 from fp8jax.quantization import format_of, is_scaled, value
 from fp8jax.recipe import Recipe
-from fp8jax.train.step.network import State
+from fp8jax.train.step.network import RunState
 from fp8jax.train.step.placement import Placement
 from fp8jax.variables import PARAMS
 
@@ -40,8 +40,8 @@ class Sample(NamedTuple):
 
 
 def sampler_of(
-    network: Any, recipe: Recipe, like: State, placement: Placement
-) -> Callable[[State], Sample] | None:
+    network: Any, recipe: Recipe, like: RunState, placement: Placement
+) -> Callable[[RunState], Sample] | None:
     """The compiled function from a state to a `Sample`.
 
     It is None if no weight is rounded to nearest, or if moments and masters are in the host's memory.
