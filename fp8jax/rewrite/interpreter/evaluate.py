@@ -29,7 +29,7 @@ from fp8jax.quantization import ScaledArray
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.dots import Site
 from fp8jax.rewrite.interpreter.find import CALLS, PROGRAM, REMATS, SHARD_MAP, inner_jaxpr, scan_parts
-from fp8jax.rewrite.interpreter.param_view import ParamView, Tracked, bind, move, plain, transpose
+from fp8jax.rewrite.interpreter.param_view import ParamView, Tracked, bind, move, transpose, untracked
 from fp8jax.rewrite.plan import DotState, Plan, PlannedDot
 from fp8jax.rewrite.producers import Producer, producers
 from fp8jax.rewrite.report import scope
@@ -54,7 +54,7 @@ def evaluate(
             plug-ins for dot products of the transformed functions in it: `around(state)` adds one to a state.
         site: the site of the jaxpr.
     """
-    return [plain(x) for x in _run(plan, jaxpr, consts, args, states, site)]
+    return [untracked(x) for x in _run(plan, jaxpr, consts, args, states, site)]
 
 
 def _run(
@@ -74,7 +74,9 @@ def _run(
     computed, own = _producers(plan, jaxpr, site), _states_of_equations(plan, states, site)
     for number, (eqn, last) in enumerate(zip(jaxpr.eqns, last_uses(jaxpr, computed), strict=True)):
         producer, of_eqn = computed.get(number), {**states, **own[number]} if number in own else states
-        made = producer and functools.partial(producer.of, values=[plain(read(x)) for x in producer.inputs])
+        made = producer and functools.partial(
+            producer.of, values=[untracked(read(x)) for x in producer.inputs]
+        )
         outs = _outputs(plan, eqn, [read(var) for var in eqn.invars], of_eqn, (*site, number), made)
         env.update(zip(eqn.outvars, outs, strict=True))
         of_uses |= {var: iter(states_of_uses(env[var], shared[var])) for var in eqn.outvars if var in shared}
@@ -145,7 +147,7 @@ def _outputs(
                 return [_dot(plan, eqn, plan.dots[site], ins, states, made)]
         if eqn.primitive.name == PROGRAM:
             leaves, own, arrays, consts = eqn.params["treedef"].unflatten(ins)
-            own, arrays = jax.tree.map(plain, (own, arrays), is_leaf=lambda x: isinstance(x, Tracked))
+            own, arrays = jax.tree.map(untracked, (own, arrays), is_leaf=lambda x: isinstance(x, Tracked))
             around = {key: states[key].plugin.around(state) for key, state in own.items() if key in states}
             return eqn.params["program"].run(leaves, {**own, **around}, arrays, consts)
         if site in plan.below and eqn.primitive.name in _INSIDE:
@@ -153,7 +155,7 @@ def _outputs(
         if ins and isinstance(ins[0], Tracked) and (outs := move(ins[0], eqn, ins[1:])) is not None:
             return outs
         with scope(plan.named[site]) if site in plan.named else contextlib.nullcontext():
-            return bind(eqn, *map(plain, ins))
+            return bind(eqn, *map(untracked, ins))
 
 
 def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: States, made: Any) -> jax.Array:
@@ -166,12 +168,12 @@ def _dot(plan: Plan, eqn: Any, planned: PlannedDot, ins: list[Any], states: Stat
     if not recipe.is_quantized and state.plugin is None:
         return _high_precision_dot(eqn, recipe, ins)
     options = {"recipe": recipe, "backend": plan.backend, "out_dtype": out_dtype, "state": state.scaling}
-    other, kernel = plain(ins[1 - which]), ins[which]
+    other, kernel = untracked(ins[1 - which]), ins[which]
     if not isinstance(kernel, Tracked):
         kernel = Tracked(Weight(kernel), ParamView.of(planned.path, kernel))
     if planned.dot.groups:
         groups = kernel.value() if kernel.view.is_transposed else kernel.kernel
-        sizes, over = plain(ins[2]), eqn.params.get("over")
+        sizes, over = untracked(ins[2]), eqn.params.get("over")
         if recipe.is_quantized:
             out = checkpoint_name(ragged_dot(other, groups, sizes, over=over, **options), OUTPUT)
         else:
@@ -215,7 +217,7 @@ def _subscripts(eqn: jex.JaxprEqn, which: int, perm: tuple[int, ...]) -> str:
 
 def _high_precision_dot(eqn: Any, recipe: Recipe, ins: list[Any]) -> jax.Array:
     """A dot product in the recipe's high-precision format, forward and backward."""
-    dtype, (lhs, rhs, *rest) = formats.get(recipe.gemm).dtype, map(plain, ins)
+    dtype, (lhs, rhs, *rest) = formats.get(recipe.gemm).dtype, map(untracked, ins)
     params = dict(eqn.params)
     if "preferred_element_type" in params:
         params["preferred_element_type"] = dtype
@@ -246,7 +248,7 @@ def _remat(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: 
 def _scan(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, site: Site) -> list[Any]:
     params, (jaxpr, jaxpr_consts) = eqn.params, inner_jaxpr(eqn)
     consts, carry, xs = scan_parts(eqn, ins)
-    carry = [plain(x) for x in carry]
+    carry = [untracked(x) for x in carry]
     xs = [_layers(x, site, params["length"]) if isinstance(x, Tracked) else x for x in xs]
     # A kernel without stacked states shares its state between the layers.
     sliced = (dot for dot in plan.dots.values() if any(at == site for at, _ in dot.dot.loops))
@@ -304,7 +306,7 @@ def _shard_map(plan: Plan, eqn: jex.JaxprEqn, ins: list[Any], states: States, si
     options = {name: params[name] for name in ("mesh", "out_specs", "check_vma")}
     in_specs = (specs, *params["in_specs"])
     run = jax.shard_map(on_each, in_specs=in_specs, axis_names=params["newly_manual_axes"], **options)
-    return list(run(copies, *map(plain, ins)))
+    return list(run(copies, *map(untracked, ins)))
 
 
 def _copies_on_each(plan: Plan, params: Any, states: States, site: Site) -> tuple[Any, Any]:

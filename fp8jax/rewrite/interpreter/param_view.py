@@ -101,7 +101,7 @@ class Tracked:
         return lax.stop_gradient(x) if self.view.is_frozen else x
 
 
-def plain(x: Any) -> Any:
+def untracked(x: Any) -> Any:
     """The array that the function sees for `x`."""
     return x.value() if isinstance(x, Tracked) else x
 
@@ -143,7 +143,7 @@ def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] 
     name, view, weight, new = eqn.primitive.name, tracked.view, tracked.weight, follow(tracked.view, eqn)
     if new is None:
         return None
-    rest = [plain(x) for x in rest]
+    rest = [untracked(x) for x in rest]
     if name in _RESHAPES + _SLICES:
         if weight.shard is not None:
             return None
