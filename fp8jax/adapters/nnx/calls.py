@@ -231,27 +231,27 @@ def check_kernels(model: nnx.Module) -> None:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Place:
-    """The place of an NNX object in the arguments; a tree without leaves."""
+class _NodeNumber:
+    """The number of an NNX object among those in the arguments; a tree without leaves."""
 
     number: int
 
 
 def without_nodes(arguments: Any) -> tuple[Any, list[Any]]:
-    """The arguments with a `_Place` for each NNX object, and these objects."""
+    """The arguments with a `_NodeNumber` for each NNX object, and these objects."""
     leaves, treedef = jax.tree.flatten(arguments, is_leaf=_is_node)
     nodes = [leaf for leaf in leaves if _is_node(leaf)]
-    places = map(_Place, range(len(nodes)))
-    return treedef.unflatten([next(places) if _is_node(leaf) else leaf for leaf in leaves]), nodes
+    numbers = map(_NodeNumber, range(len(nodes)))
+    return treedef.unflatten([next(numbers) if _is_node(leaf) else leaf for leaf in leaves]), nodes
 
 
 def with_nodes(arguments: Any, nodes: Sequence[Any]) -> Any:
     """The inverse of `without_nodes`, with these objects."""
 
     def node(leaf: Any) -> Any:
-        return nodes[leaf.number] if isinstance(leaf, _Place) else leaf
+        return nodes[leaf.number] if isinstance(leaf, _NodeNumber) else leaf
 
-    return jax.tree.map(node, arguments, is_leaf=lambda leaf: isinstance(leaf, _Place))
+    return jax.tree.map(node, arguments, is_leaf=lambda leaf: isinstance(leaf, _NodeNumber))
 
 
 def _is_node(leaf: Any) -> bool:
