@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import fp8jax
 from fp8jax.inspect import program, targets
-from fp8jax.quantization import BLOCK_1X128, MXFP8, Computed, quantize_rows_and_columns
+from fp8jax.quantization import BLOCK_1X128, MXFP8, Computed, Operation, quantize_rows_and_columns
 from fp8jax.quantization.kernels import rows_and_columns
 from fp8jax.rewrite.producers import producers
 
@@ -95,6 +96,16 @@ def test_kernel_computes_its_input(function, shapes, dtype, method, monkeypatch)
     for one, other in zip(ours, expected, strict=True):
         np.testing.assert_array_equal(np.asarray(one.scale).view(np.uint8), other.scale.view(np.uint8))
         np.testing.assert_array_equal(np.asarray(one.data).view(np.uint8), other.data.view(np.uint8))
+
+
+@pytest.mark.parametrize("primitive, drops_nan", [(lax.max_p, np.fmax), (lax.min_p, np.fmin)], ids=["max", "min"])
+def test_nan_of_a_maximum(primitive, drops_nan, monkeypatch):
+    """A relu of NaN is NaN, also by Triton's maximum, which gives the other operand."""
+    operation = Operation(primitive, (), (0, 1), jnp.float32)
+    x, y = jnp.array([jnp.nan, 1.0, -2.0, jnp.nan]), jnp.array([0.0, jnp.nan, jnp.inf, jnp.nan])
+    expected = primitive.bind(x, y)
+    monkeypatch.setattr(primitive, "bind", lambda x, y: jnp.asarray(drops_nan(x, y)))
+    np.testing.assert_array_equal(operation.of([x, y], lax.div), expected)
 
 
 @MADE
