@@ -1,5 +1,6 @@
 """Inputs of dots that the kernel which quantizes them computes: a gelu, an RMS norm, a gated product."""
 
+import functools
 import importlib
 from typing import Any
 
@@ -41,6 +42,10 @@ def squared_relu(x):
     return nn.relu(x) ** 2
 
 
+def reciprocal(x):
+    return (1 + x * x) ** -3
+
+
 def cast(x):
     return x.astype(jnp.float16)
 
@@ -50,6 +55,7 @@ CASES = [
     (rms_norm, [FULL, ROW, COLUMN]),
     (gated, [FULL, FULL]),
     (squared_relu, [FULL]),
+    (reciprocal, [FULL]),
     (cast, [FULL]),
 ]
 MADE = pytest.mark.parametrize("function, shapes", CASES, ids=[case[0].__name__ for case in CASES])
@@ -98,7 +104,19 @@ def test_kernel_computes_its_input(function, shapes, dtype, method, monkeypatch)
         np.testing.assert_array_equal(np.asarray(one.data).view(np.uint8), other.data.view(np.uint8))
 
 
-@pytest.mark.parametrize("primitive, drops_nan", [(lax.max_p, np.fmax), (lax.min_p, np.fmin)], ids=["max", "min"])
+@MADE
+def test_kernel_in_triton(function, shapes):
+    """The kernel can be lowered: Triton has each of the operations in bfloat16."""
+    matrix, expression, inputs = computed(function, *arrays(shapes, jnp.bfloat16))
+    static = {"method": BLOCK_1X128, "transposes": (False, True), "expression": expression}
+    kernel = jax.jit(functools.partial(rows_and_columns._at_once, **static))
+    text = kernel.trace(matrix, inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__gpu$xla.gpu.triton" in text
+
+
+@pytest.mark.parametrize(
+    "primitive, drops_nan", [(lax.max_p, np.fmax), (lax.min_p, np.fmin)], ids=["max", "min"]
+)
 def test_nan_of_a_maximum(primitive, drops_nan, monkeypatch):
     """A relu of NaN is NaN, also by Triton's maximum, which gives the other operand."""
     operation = Operation(primitive, (), (0, 1), jnp.float32)

@@ -187,6 +187,11 @@ class _ProducerFinder:
             x = self.operation(lax.neg_p, (), (self.value(eqn.ins[0]),), var)
             x = self.operation(lax.exp_p, (("accuracy", None),), (x,), var)
             return self.operation(lax.div_p, (), (1.0, self.operation(lax.add_p, (), (1.0, x), var)), var)
+        if eqn.primitive is lax.integer_pow_p and eqn.params["y"] < 0:
+            # The same, since Triton has no reciprocal of bfloat16.
+            params = (("y", -eqn.params["y"]),)
+            x = self.operation(lax.integer_pow_p, params, (self.value(eqn.ins[0]),), var)
+            return self.operation(lax.div_p, (), (1.0, x), var)
         if eqn.primitive in _ELEMENTWISE:
             operands = tuple(map(self.value, eqn.ins))
             return self.operation(eqn.primitive, tuple(sorted(eqn.params.items())), operands, var)
