@@ -20,8 +20,9 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-# What `jax.shard_map(..., check_vma=...)` sets has no public API.
+# What `jax.shard_map(..., check_vma=...)` sets, and all that traces depend on, have no public API.
 from jax._src.config import _check_vma as check_vma
+from jax._src.config import trace_context
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 from jaxtyping import Array, PyTree, Shaped
@@ -55,9 +56,10 @@ def by_platform(
     leaves, treedef = jax.tree.flatten(args)
     leaves = [jax.numpy.asarray(leaf) for leaf in leaves]
     avals = tuple(jax.typeof(leaf) for leaf in leaves)
-    mesh = jax.sharding.get_abstract_mesh()  # it is in the types of the values within
     static_items = tuple(sorted(static.items()))
-    on_cpu, elsewhere, out = _trace(cpu, default, static_items, treedef, avals, is_deferred, mesh)
+    # The mesh is in the types of the values within, and the default device chooses kernels.
+    context = trace_context()
+    on_cpu, elsewhere, out = _trace(cpu, default, static_items, treedef, avals, is_deferred, context)
     return jax.tree.unflatten(out, _by_platform_p.bind(*leaves, cpu=on_cpu, default=elsewhere))
 
 
@@ -88,10 +90,10 @@ class Deferred:
 
 @functools.lru_cache(maxsize=4096)
 def _trace(
-    cpu: Any, default: Any, static: Any, treedef: Any, avals: Any, is_deferred: bool, mesh: Any
+    cpu: Any, default: Any, static: Any, treedef: Any, avals: Any, is_deferred: bool, context: Any
 ) -> tuple[Any, Any, Any]:
-    """The jaxprs of both functions, and the structure of their result; `mesh` is a key of the cache."""
-    del mesh
+    """The jaxprs of both functions, and the structure of their result; `context` is a key of the cache."""
+    del context
     args, types = (treedef.unflatten(map(each, avals)) for each in (_shape, _type))
     cpu, default = (functools.partial(function, **dict(static)) for function in (cpu, default))
     on_cpu, shapes = jax.make_jaxpr(cpu, return_shape=True)(*types)

@@ -159,3 +159,20 @@ def test_gpu_of_a_mesh(name, is_hopper):
 def test_gpu_that_is_here(capability, is_hopper, monkeypatch):
     monkeypatch.setattr(Device, "here", lambda: Device("a GPU", "gpu", capability))
     assert pallas._is_hopper() == is_hopper
+
+
+def test_another_default_device_before(monkeypatch):
+    """A Hopper GPU gets its own kernel, after a trace of the same shapes for another default device."""
+
+    def here():
+        return Device("a GPU", "gpu", (8, 9) if jax.config.jax_default_device else (9, 0))
+
+    def kernel():
+        dot = functools.partial(backends.BACKENDS["pallas"].dot, dimension_numbers=BATCHED)
+        text = str(jax.make_jaxpr(lambda a, b: dot(a, b, out_dtype=jnp.bfloat16, precise=False))(*operands()))
+        return [name for name in ("wgmma", "fp8_tile_dot") if name in text]
+
+    monkeypatch.setattr(Device, "here", here)
+    with jax.default_device(jax.devices()[0]):
+        assert kernel() == ["fp8_tile_dot"]
+    assert kernel() == ["wgmma"]
