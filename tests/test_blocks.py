@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
+from jaxprs import equations
 
 import fp8jax
 from fp8jax import Recipe, formats, scaling
@@ -546,6 +547,49 @@ def test_kernel_of_both_copies(method, shape, monkeypatch):
         assert one.shape == other.shape
         np.testing.assert_array_equal(bits(one.scale), bits(other.scale))
         np.testing.assert_array_equal(one.data.astype(jnp.float32), other.data.astype(jnp.float32))
+
+
+def kernels_of_bytes(batch, rows, columns):
+    """The kernel that quantizes a matrix of this shape and the one that multiplies it, with arguments."""
+    x = jax.ShapeDtypeStruct((batch, rows, columns), jnp.bfloat16)
+    a = jax.ShapeDtypeStruct(x.shape, formats.E4M3.dtype)
+    b = jax.ShapeDtypeStruct((batch, 256, columns), formats.E4M3.dtype)
+    of_a = jax.ShapeDtypeStruct((batch, rows, columns // 128), jnp.float32)
+    of_b = jax.ShapeDtypeStruct((batch, columns // 128, 256), jnp.float32)
+    gemm = functools.partial(pallas._triton, jnp.bfloat16, pallas.TILING)
+    return [
+        (functools.partial(rows_and_columns._tiles, BLOCK_1X128, (False, True), None), x),
+        (gemm, a, b, of_a, of_b),
+    ]
+
+
+@pytest.mark.parametrize(
+    "batch, rows", [(1, 2**16), (1, 2**16 + 128), (3, 2**15), (1, 2**17), (1, 2**17 + 128)]
+)
+def test_kernels_reach_all_entries(batch, rows):
+    """Pallas counts entries for Triton in 32 bits with a sign, or in 64 bits from 2^32 bytes on."""
+    for kernel, *args in kernels_of_bytes(batch, rows, 2**15):
+        jaxpr = jax.make_jaxpr(kernel)(*args)
+        assert jaxpr.out_avals[0].shape[:2] == (batch, rows)
+        [call] = equations(jaxpr.jaxpr, "pallas_call", "cpu")
+        sizes = [(var.aval.size, var.aval.dtype.itemsize) for var in (*call.invars, *call.outvars)]
+        assert all(size <= 2**31 or size * width > 2**32 for size, width in sizes)
+
+
+def test_kernels_of_more_rows(monkeypatch):
+    """Rows that only make an array large enough change nothing."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 256, 128)), jnp.float32)
+    for module in (pallas, rows_and_columns):
+        monkeypatch.setattr(module, "INTERPRET", True)
+
+    def run():
+        copies = rows_and_columns._at_once(x, method=BLOCK_1X128, transposes=(False, True))
+        return copies, pallas.gemm(copies[0], copies[0], jnp.float32)
+
+    expected = run()
+    for module in (pallas, rows_and_columns):
+        monkeypatch.setattr(module, "rows_in_reach", lambda shape: shape[1] + 3)
+    jax.tree.map(np.testing.assert_array_equal, run(), expected)
 
 
 @pytest.mark.parametrize(

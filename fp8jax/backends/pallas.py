@@ -22,6 +22,7 @@ from fp8jax.backends import reference, tensor_core
 from fp8jax.backends.base import Backend, Call, Device, lacks_fp8
 from fp8jax.quantization import ScaledArray
 from fp8jax.quantization.kernels.partition import split_by_devices
+from fp8jax.quantization.kernels.tiles import rows_in_reach
 
 # Rows and columns of a block.
 TILE = 128
@@ -116,6 +117,7 @@ def _triton(
     rows, columns, warps, stages, group = tiling
     counts = (m // rows, n // columns)
     is_square = of_b.shape[-1] < n
+    a, b = (_with_rows(x, rows_in_reach(x.shape)) for x in (a, b))
 
     def place(t: Any) -> tuple[Any, Any]:
         """Row and column of tile number `t`: consecutive tiles share rows and columns, in the GPU's cache."""
@@ -163,7 +165,12 @@ def _tile(steps: int, a: Any, b: Any, of_a: Any, of_b: Any, out: Any) -> None:
 
 def _whole_tiles(x: jax.Array, size: int) -> jax.Array:
     """`x` with its rows padded to a multiple of `size`."""
-    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % size), (0, 0)]) if x.shape[1] % size else x
+    return _with_rows(x, x.shape[1] + -x.shape[1] % size)
+
+
+def _with_rows(x: jax.Array, count: int) -> jax.Array:
+    """`x` padded to so many rows."""
+    return jnp.pad(x, [(0, 0), (0, count - x.shape[1]), (0, 0)]) if count > x.shape[1] else x
 
 
 BACKEND = Backend(

@@ -30,6 +30,7 @@ from fp8jax.quantization.kernels.tiles import (
     divide_of,
     largest_bits,
     packed,
+    rows_in_reach,
     rows_of,
 )
 from fp8jax.quantization.quantize import amax_from_bits
@@ -127,7 +128,8 @@ def _tiles(
             out_shape.append(jax.ShapeDtypeStruct((count, k, m // PART, PART // 4), jnp.uint32))
         else:
             of_codes = pl.BlockSpec((None, TILE, TILE), place)
-            out_shape.append(jax.ShapeDtypeStruct((count, m, k), method.format.dtype))
+            shape = (count, rows_in_reach((count, m, k)), k)
+            out_shape.append(jax.ShapeDtypeStruct(shape, method.format.dtype))
         out_specs += [of_codes, pl.BlockSpec((None, height, width), place)]
         outer, inner = (k, m) if transpose else (m, k)
         scales = (count, outer // TILE * height, inner // TILE * width)
@@ -143,7 +145,7 @@ def _tiles(
         name="quantize_blocks",
     )(*inputs)
     codes = [
-        _bytes_of(each, method) if transpose else each
+        _bytes_of(each, method) if transpose else each[:, :m]
         for transpose, each in zip(transposes, out[::2], strict=True)
     ]
     return tuple(each for pair in zip(codes, out[1::2], strict=True) for each in pair)

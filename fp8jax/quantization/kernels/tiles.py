@@ -26,6 +26,15 @@ TILE = 128
 PARAMS = triton.CompilerParams(num_warps=8, num_stages=1)
 
 
+def rows_in_reach(shape: tuple[int, ...]) -> int:
+    """The rows that an array of bytes must have, so that a kernel in Triton reaches all of this shape.
+
+    Pallas counts entries in 32 bits, with a sign, unless the array has more than 2^32 bytes.
+    """
+    batch, rows, columns = shape
+    return 2**32 // (batch * columns) + 1 if 2**31 < batch * rows * columns <= 2**32 else rows
+
+
 def rows_of(x: Any, size: int) -> list[Float32[Array, "blocks columns"]]:
     """The rows of a tile: for each row of a block of `size` rows an array with this row of all blocks."""
     return [x[pl.ds(row, TILE // size, size), :].astype(jnp.float32) for row in range(size)]
