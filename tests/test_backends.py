@@ -3,6 +3,7 @@
 import importlib
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -286,6 +287,38 @@ def test_importing_the_package_sets_the_flag():
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
     assert ended.stdout.strip() == "--xla_gpu_enable_triton_gemm=false", ended.stderr
+
+
+WITHOUT_TRITON = """
+import sys
+
+for name in ("jax.experimental.pallas.triton", "jax._src.pallas.triton", "jax._src.lib.triton"):
+    sys.modules[name] = None
+import jax, jax.numpy as jnp
+from fp8jax import backends
+from fp8jax.dot import dot_general, init_state
+
+def gemms(x, recipe):
+    state = init_state(recipe)
+    out, pull = jax.vjp(lambda x: dot_general(x, x, (((1,), (0,)), ((), ())), recipe=recipe, state=state), x)
+    return out, pull(out)
+
+run, x = jax.jit(gemms, static_argnums=1), jnp.ones((128, 128))
+for recipe in ("block", "nvfp4"):
+    assert jnp.all(run(x, recipe)[0] == 128)
+for capability in ((9, 0), (10, 0)):
+    print(backends.why_not("pallas", "1x128", device=backends.Device("a GPU", "gpu", capability)))
+print("triton" in run.trace(x, "nvfp4").lower(lowering_platforms=("cuda",)).as_text())
+"""
+
+
+def test_without_pallas_for_triton():
+    """JAX may drop it: a CPU and other kernels need none, and GPUs for which there is no other are told."""
+    ended = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    hopper, blackwell, has_triton = ended.stdout.splitlines()
+    assert (hopper, has_triton) == ("None", "False")
+    assert re.fullmatch("this JAX has no Pallas for Triton, .*; use the recipe te", blackwell)
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))

@@ -16,13 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from fp8jax.backends import reference, tensor_core
 from fp8jax.backends.base import Backend, Call, Device, lacks_fp8
 from fp8jax.quantization import ScaledArray
 from fp8jax.quantization.kernels.partition import split_by_devices
-from fp8jax.quantization.kernels.tiles import rows_in_reach
+from fp8jax.quantization.kernels.tiles import rows_in_reach, triton
 
 # Rows and columns of a block.
 TILE = 128
@@ -54,7 +53,13 @@ _HOPPER = re.compile(r"\bG?H\d+")
 def supports(device: Device | None, is_batched: bool) -> str | None:
     """See `fp8jax.backends.base.Backend`."""
     del is_batched
-    return lacks_fp8(device)
+    device = device or Device.here()
+    if reason := lacks_fp8(device):
+        return reason
+    is_hopper = device.capability is not None and device.capability[0] == 9
+    if triton or device.platform == "cpu" or (is_hopper and _hopper()):
+        return None
+    return "this JAX has no Pallas for Triton, which has the GEMMs of block; use the recipe te"
 
 
 def gemm(lhs: ScaledArray, rhs: ScaledArray, out_dtype: Any, tiling: Tiling | None = None) -> jax.Array:
@@ -140,7 +145,7 @@ def _triton(
         ],
         out_specs=pl.BlockSpec((None, rows, columns), lambda t, g: (g, *place(t))),
         out_shape=jax.ShapeDtypeStruct((batch, m, n), out_dtype),
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
+        compiler_params=triton and triton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=INTERPRET,
         name="block_gemm",
     )(a, b, of_a, of_b)

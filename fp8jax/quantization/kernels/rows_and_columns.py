@@ -32,6 +32,7 @@ from fp8jax.quantization.kernels.tiles import (
     packed,
     rows_in_reach,
     rows_of,
+    triton,
 )
 from fp8jax.quantization.quantize import amax_from_bits
 
@@ -60,7 +61,8 @@ def quantize_rows_and_columns(
     if x.shape[-2] % TILE or x.shape[-1] % TILE:
         expression, inputs = None, ()
     static = {"method": method, "transposes": transposes, "expression": expression}
-    return by_platform(x, inputs, cpu=_one_by_one, default=_at_once, is_deferred=False, **static)
+    default = _at_once if triton else _one_by_one
+    return by_platform(x, inputs, cpu=_one_by_one, default=default, is_deferred=False, **static)
 
 
 def _one_by_one(

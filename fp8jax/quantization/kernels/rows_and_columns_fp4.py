@@ -38,6 +38,7 @@ from fp8jax.quantization.kernels.tiles import (
     largest_bits,
     packed,
     rows_of,
+    triton,
 )
 from fp8jax.quantization.packed import PackedE2M1, codes_of
 from fp8jax.quantization.quantize import amax, amax_from_bits
@@ -75,7 +76,7 @@ def quantize_rows_and_columns_fp4(
         whole_amax: see `quantize_blocks`; only without `transform`.
     """
     static = {"method": method, "transposes": transposes, "transform": transform, "seeds": seeds}
-    if not x.size or method.rule != "six":
+    if not x.size or method.rule != "six" or not triton:
         return _one_by_one(x, key, whole_amax, **static)
     return by_platform(x, key, whole_amax, cpu=_one_by_one, default=_at_once, is_deferred=False, **static)
 

@@ -15,15 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jaxtyping import Array, Float32, Int32, UInt, UInt32
 
 from fp8jax.quantization.kernels.expression import COLUMNS, Expression
 
+try:
+    from jax.experimental.pallas import triton
+except ImportError:  # deprecated in JAX; without it XLA quantizes
+    triton: Any = None
+
 # Rows and columns of the tile that one program of a kernel reads.
 TILE = 128
 
-PARAMS = triton.CompilerParams(num_warps=8, num_stages=1)
+PARAMS = triton and triton.CompilerParams(num_warps=8, num_stages=1)
 
 
 def rows_in_reach(shape: tuple[int, ...]) -> int:
