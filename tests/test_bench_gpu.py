@@ -9,6 +9,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from fp8jax import backends
@@ -134,6 +135,24 @@ def test_targets_are_held_or_missed(gpu):
     ]
     assert verdicts == [("3", "missed"), (">= 0.9", "held"), ("<= 0.6", "missed"), ("<= 0.01", "held")]
     assert rows["transformer layer, te, time / bf16"]["verdict"] == "not run: it was late"
+
+
+def test_checks_see_a_wrong_kernel(load_program, monkeypatch):
+    """A kernel that drops a NaN, and a GEMM whose last row has another scale."""
+    products = load_program("examples/bench/products.py")
+    both = products.here_and_there
+    assert all(row["held"] for row in (*products.computed(True), *products.tails(True)))
+
+    def without_nan(here, there, *args):
+        return both(lambda *args: here(*map(jnp.nan_to_num, args)), there, *args)
+
+    def scaled(here, there, *args):
+        return both(lambda *args: here(*args).at[:, -1].multiply(2), there, *args)
+
+    monkeypatch.setattr(products, "here_and_there", without_nan)
+    assert [row["what"].split()[0] for row in products.computed(True) if not row["held"]] == ["relu"]
+    monkeypatch.setattr(products, "here_and_there", scaled)
+    assert not any(row["held"] for row in products.tails(True))
 
 
 def test_ratios_are_of_rounds(load_program):

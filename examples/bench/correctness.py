@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import output
-from products import here_and_there, in_blocks, products, row
+from products import computed, here_and_there, in_blocks, products, row, tails
 
 import fp8jax
 from fp8jax import ScaledArray, formats
@@ -31,7 +31,7 @@ STEPS = 3
 def rows(is_tiny: bool) -> list[dict[str, Any]]:
     """All rows; a part that fails is a row that did not hold."""
     found = []
-    for part in (casts, gemm_counts, products, in_blocks, optimizer, losses):
+    for part in (casts, gemm_counts, products, in_blocks, tails, computed, optimizer, losses):
         try:
             found += part(is_tiny)
         except Exception as error:
