@@ -106,6 +106,31 @@ def test_a_section_that_is_late_is_killed(gpu, tmp_path, monkeypatch):
     assert found["skipped"] == {"the section": "it was late and was killed"} and found["tables"] == {}
 
 
+def test_a_late_gemm_loses_one_size(load_program, tmp_path, monkeypatch):
+    gemm = load_program("examples/bench/gemm.py")
+
+    def rows(size, *rest):
+        if size != min(gemm.TINY):
+            raise KeyboardInterrupt
+        return [{"way": "block", "fp8jax /": 0.8}]
+
+    monkeypatch.setattr(gemm, "rows", rows)
+    monkeypatch.setattr(sys, "argv", ["gemm.py", "--tiny", "--record", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        gemm.main()
+    [record] = tmp_path.glob("*/*")
+    assert list(json.loads(record.read_text())["results"]) == ["GEMM 32 x 32 x 32"]
+
+
+def test_a_late_section_keeps_what_it_said(gpu, tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text(
+        "import sys, time; print('compiling', file=sys.stderr, flush=True); time.sleep(99)"
+    )
+    monkeypatch.setattr(gpu, "HERE", tmp_path)
+    monkeypatch.setattr(gpu, "GRACE_S", 3)
+    assert gpu.run(gpu.Section(1, "slow"), arguments(), 0.0, str(tmp_path))["errors"] == "compiling\n"
+
+
 def test_a_section_that_fails_is_noted(gpu, tmp_path):
     found = gpu.run(gpu.Section(1, "gemm", ("--rounds", "many")), arguments(), 60.0, str(tmp_path))
     assert found["skipped"] == {"the section": "its process ended with status 2"}

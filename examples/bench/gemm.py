@@ -160,16 +160,15 @@ def main() -> None:
     args = output.parse(__doc__, tiny={"rounds": 2}, rounds=30, tilings=[TILING])
     skipped: dict[str, str] = {}
     sizes = TINY if args.tiny else SIZES
-    sections = {
-        f"GEMM {size} x {size} x {size}": rows(size, pairs, args.rounds, args.tilings, skipped)
-        for size, pairs in sizes.items()
-    }
-    speeds = [
-        row["fp8jax /"] for found in list(sections.values())[:2] for row in found if row["way"] == "block"
-    ]
-    sections["scales of blocks, the first two sizes"] = [
-        {"way": LEAST, "fp8jax /": min(speeds, default=None)}
-    ]
+    sections: dict[str, output.Rows] = {}
+    for number, (size, pairs) in enumerate(sizes.items()):
+        found = rows(size, pairs, args.rounds, args.tilings, skipped)
+        sections[f"GEMM {size} x {size} x {size}"] = found
+        if number == 1:
+            both = [row for found in sections.values() for row in found if row["way"] == "block"]
+            least = min((row["fp8jax /"] for row in both), default=None)
+            sections["scales of blocks, the first two sizes"] = [{"way": LEAST, "fp8jax /": least}]
+        output.record("gemm", output.device(), sections, args, skipped=skipped)
     output.finish("gemm", output.device(), sections, args, skipped=skipped)
 
 

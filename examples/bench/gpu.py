@@ -150,8 +150,9 @@ def run(
             ended = subprocess.run(command, **options, timeout=max(seconds, 0) + GRACE_S)
             reason = f"its process ended with status {ended.returncode}" if ended.returncode else ""
             errors = ended.stderr[-4000:] if reason else ""
-        except subprocess.TimeoutExpired:
-            reason, errors = "it was late and was killed", ""
+        except subprocess.TimeoutExpired as late:
+            said: Any = late.stderr or b""  # bytes, also with text=True
+            reason, errors = "it was late and was killed", said.decode(errors="replace")[-4000:]
         kept = [json.loads(path.read_text()) for path in pathlib.Path(folder).glob("*/result.json")]
     found = kept[0] if kept else {"results": {}}
     if kept and args.device == "gpu" and found["environment"]["device"] == output.cpu_name():

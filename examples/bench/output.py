@@ -101,20 +101,33 @@ def finish(
 
     `skipped` says of what was not measured why.
     """
-    skipped = skipped or {}
-    for what, reason in skipped.items():
+    for what, reason in (skipped or {}).items():
         print(f"not measured: {what}: {reason}", file=sys.stderr)
     if args.json:
         print(json.dumps(sections, indent=2))
     else:
         print("\n\n".join(f"{title}\n{table(rows)}" for title, rows in sections.items()))
+    record(name, device, sections, args, packages, skipped)
+
+
+def record(
+    name: str,
+    device: str,
+    sections: dict[str, Rows],
+    args: argparse.Namespace,
+    packages: tuple[str, ...] = PACKAGES,
+    skipped: Mapping[str, str] | None = None,
+) -> None:
+    """With --record writes what `finish` keeps; a benchmark that may be killed calls it after each part."""
     if args.record:
         about = environment(device, packages)
         folder = pathlib.Path(args.record) / f"{about['date']}_{device}_{name}"
         folder.mkdir(parents=True, exist_ok=True)
         kept = {"environment": about, "results": sections, **({"skipped": skipped} if skipped else {})}
         text = json.dumps(kept, indent=2)
-        (folder / "result.json").write_text(text + "\n")
+        part = folder / "result.json.part"  # a process that is killed leaves the record before
+        part.write_text(text + "\n")
+        part.replace(folder / "result.json")
 
 
 def environment(device: str, packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
