@@ -131,6 +131,15 @@ def test_a_late_section_keeps_what_it_said(gpu, tmp_path, monkeypatch):
     assert gpu.run(gpu.Section(1, "slow"), arguments(), 0.0, str(tmp_path))["errors"] == "compiling\n"
 
 
+def test_choices_of_kernels_are_not_shared_with_timed_sections(gpu, tmp_path, monkeypatch):
+    """XLA times kernels to choose, which another section on the same GPU disturbs."""
+    (tmp_path / "said.py").write_text("import os, sys; sys.exit(os.environ['JAX_COMPILATION_CACHE_DIR'])")
+    monkeypatch.setattr(gpu, "HERE", tmp_path)
+    sections = [gpu.Section(1, "said", is_timed=is_timed) for is_timed in (True, False)]
+    said = {gpu.run(section, arguments(), 9.0, str(tmp_path))["errors"].strip() for section in sections}
+    assert said == {str(tmp_path / "timed"), str(tmp_path / "untimed")}
+
+
 def test_a_section_that_fails_is_noted(gpu, tmp_path):
     found = gpu.run(gpu.Section(1, "gemm", ("--rounds", "many")), arguments(), 60.0, str(tmp_path))
     assert found["skipped"] == {"the section": "its process ended with status 2"}

@@ -131,6 +131,8 @@ def run(
 ) -> dict[str, Any]:
     """Runs a section, which is killed if it is late; its tables, and what was not measured and why."""
     paths = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / "interop"), os.environ.get("PYTHONPATH")]))
+    # XLA's choices of kernels are cached, too; those made beside another section are not for timed ones.
+    cache = str(pathlib.Path(cache) / ("timed" if section.is_timed else "untimed"))
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_COMPILATION_CACHE_DIR": cache}
     if args.device == "gpu":
         flags = f"{os.environ.get('XLA_FLAGS', '')} {section.flags}".strip()
