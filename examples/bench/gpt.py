@@ -136,7 +136,7 @@ def rows(levels: list[str], size: Size, rounds: int, runs: dict[str, Any]) -> ou
     turns = {}
     for level, trainer in trainers.items():
         runs[level] = steps(trainer, tokens)
-        turns[level] = clock.timer(runs[level])
+        turns[level] = clock.timer(runs[level], least_s=clock.LEAST_S_OF_NEW)  # several steps, then a wait
         state = trainer.init()
         turns[f"{level} update"] = clock.timer(updates(trainer, state.variables, state.opt_state))
     times = clock.take_turns(turns, rounds)

@@ -56,7 +56,7 @@ TILINGS = ("128x128x8x3x16", "128x128x8x4x16")
 TRITON = "--xla_gpu_enable_triton_gemm=true"  # XLA's default: faster in bf16, and without FP8 GEMMs
 LEVELS = ("bf16", "te", "O2", "fp8")
 RESIDUALS = ("bf16", "bf16 dots_fp8", "fp8 dots_fp8")
-GPT_350M = ("--size", "GPT-350M", "--rounds", "15", "--levels")
+GPT_350M = ("--size", "GPT-350M", "--rounds", "8", "--levels")
 SECTIONS = {
     "correctness": Section(90, "correctness", is_timed=False),
     "convergence": Section(90, "convergence", is_timed=False),
