@@ -224,6 +224,15 @@ def test_sections_without_times_run_side_by_side(gpu):
     assert gpu.groups_of(["gemm"]) == [["gemm"]]
 
 
+def test_shares_are_seconds_of_the_default_time(gpu):
+    """Sections with judged figures are first, so that what is late is not judged."""
+    groups = gpu.groups_of(list(gpu.SECTIONS))
+    shares = [max(gpu.SECTIONS[name].share for name in group) for group in groups]
+    assert sum(shares) == 60 * gpu.MINUTES
+    judged = {target.section for target in gpu.TARGETS}
+    assert judged == {name for group in groups[: len(judged) - 1] for name in group}
+
+
 def test_kernels_are_summed_by_kind(load_program):
     """Two runs of four kernels: those of a kind are added, and time that no kernel fills is found."""
     kernels = load_program("examples/bench/kernels.py")

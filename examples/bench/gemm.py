@@ -11,6 +11,7 @@ layer keeps it: cuBLASLt takes FP8 operands with the summed axis last, so XLA tr
 "block", "mxfp8" and "nvfp4" have a scale for each block. "block" is a Pallas kernel: on Hopper in Mosaic GPU,
 elsewhere in Triton. `--tilings` are those of the kernel in Triton, the default first: rows and columns of a
 tile, warps, stages and grouped rows (`fp8jax.backends.pallas.Tiling`). The others are timed on Hopper, too.
+`--profile FOLDER` adds the time of each kernel of "fp8jax" and "block" at the first size, on a GPU.
 """
 
 import functools
@@ -20,6 +21,7 @@ from typing import Any
 import clock
 import jax
 import jax.numpy as jnp
+import kernels
 import output
 from jax import lax
 
@@ -86,8 +88,10 @@ def in_blocks(wide: Any, tilings: list[str], skipped: dict[str, str]) -> dict[st
     return found
 
 
-def rows(size: int, pairs: int, rounds: int, tilings: list[str], skipped: dict[str, str]) -> output.Rows:
-    """One row a way, from the seconds of all pairs."""
+def rows(
+    size: int, pairs: int, rounds: int, tilings: list[str], skipped: dict[str, str], runs: dict[str, Any]
+) -> output.Rows:
+    """One row a way, from the seconds of all pairs; the programs go into `runs`."""
     wide, narrow = operands(size, pairs)
     product = backends.BACKENDS["xla"].dot
 
@@ -104,10 +108,8 @@ def rows(size: int, pairs: int, rounds: int, tilings: list[str], skipped: dict[s
         return jax.jit(way[0]).lower(way[1]).compile()
 
     compiled = dict(zip(ways, output.side_by_side(compiled_of, ways.values()), strict=True))
-    timers = {
-        name: clock.timer(lambda run=run, name=name: run(ways[name][1]), least_s=clock.LEAST_S_OF_NEW)
-        for name, run in compiled.items()
-    }
+    runs |= {name: functools.partial(run, ways[name][1]) for name, run in compiled.items()}
+    timers = {name: clock.timer(runs[name], least_s=clock.LEAST_S_OF_NEW) for name in compiled}
     try:
         timers[TORCH] = clock.timer(*torch_product(narrow), clock.LEAST_S_OF_NEW)
     except (ImportError, RuntimeError) as error:
@@ -157,12 +159,15 @@ def torch_product(pairs: list[Any]) -> tuple[Callable[[], Any], Callable[[Any], 
 
 def main() -> None:
     """Measures and prints."""
-    args = output.parse(__doc__, tiny={"rounds": 2}, rounds=30, tilings=[TILING])
+    args = output.parse(__doc__, tiny={"rounds": 2}, rounds=30, tilings=[TILING], profile="")
     skipped: dict[str, str] = {}
     sizes = TINY if args.tiny else SIZES
     sections: dict[str, output.Rows] = {}
+    profiled: dict[str, Any] = {}
     for number, (size, pairs) in enumerate(sizes.items()):
-        found = rows(size, pairs, args.rounds, args.tilings, skipped)
+        runs: dict[str, Any] = {}
+        found = rows(size, pairs, args.rounds, args.tilings, skipped, runs)
+        profiled = profiled or {f"{name} at {size}": runs[name] for name in (OURS, "block") if name in runs}
         sections[f"GEMM {size} x {size} x {size}"] = found
         if number == 1:
             both = [row for found in sections.values() for row in found if row["way"] == "block"]
@@ -170,6 +175,7 @@ def main() -> None:
             sections["scales of blocks, the first two sizes"] = [{"way": LEAST, "fp8jax /": least}]
         output.record("gemm", output.device(), sections, args, skipped=skipped)
     output.finish("gemm", output.device(), sections, args, skipped=skipped)
+    kernels.add("gemm", profiled, sections, args, skipped)
 
 
 if __name__ == "__main__":
