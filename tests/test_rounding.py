@@ -254,12 +254,13 @@ def test_skipped_step_keeps_everything():
         np.testing.assert_array_equal(old, new)
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_6"])
 @pytest.mark.parametrize("rule, has_remainder", [("gemm=BF16", False), ("te", False), ("O2", True)])
-def test_rules_keep_the_models_rounding(rule, has_remainder):
+def test_rules_keep_the_models_rounding(recipe, rule, has_remainder):
     layers = nn.Sequential([nn.Dense(64), nn.Dense(64)])
-    model = fp8jax.transform(layers, "fp8", rules=[fp8jax.Rule("layers_0", rule)])
+    model = fp8jax.transform(layers, recipe, rules=[fp8jax.Rule("layers_0", rule)])
     variables = model.init(jax.random.key(0), jnp.ones((32, 64)))
-    state = fp8jax.optim.adamw(1e-3, "fp8").init(variables)
+    state = fp8jax.optim.adamw(1e-3, recipe).init(variables)
     assert (state.remainder["layers_0"]["kernel"] is not None) == has_remainder
 
 

@@ -259,21 +259,19 @@ class Rules:
             )
 
 
-_NEAREST = ("nearest", "nearest", "value")  # legal with any formats
-
-
 def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
     if not isinstance(rule, Rule):
         raise TypeError(f"`rules`: expected fp8jax.Rule; got {type(rule).__name__}.")
+    rounding = recipe.with_plain_weights().rounding  # legal with any format of the weights
     if isinstance(rule.recipe, str) and "=" in rule.recipe.partition(",")[0]:
         changes = parse_changes(rule.recipe)
         if changes.get("gemm", "FP8") not in ("FP8", "FP4"):
             changes = {"weight": "FP32", "weight_grad": "FP32", "master_weight": "-", **changes}
-        new = dataclasses.replace(recipe, **{"rounding": _NEAREST, **changes})
-        if new.rounding != _NEAREST:
+        new = dataclasses.replace(recipe, **{"rounding": rounding, **changes})
+        if new.rounding != rounding:
             raise ValueError(f"`rules`: rounding is a column of the whole model; {rule} changes it.")
     else:
-        of_model = {"comm": recipe.comm, "moments": recipe.moments, "rounding": _NEAREST}
+        of_model = {"comm": recipe.comm, "moments": recipe.moments, "rounding": rounding}
         new = dataclasses.replace(Recipe.parse(rule.recipe), **of_model)
     for name in ("comm", "moments"):
         if getattr(new, name) != getattr(recipe, name):
