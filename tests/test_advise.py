@@ -18,6 +18,7 @@ from fp8jax import cli
 from fp8jax.cli import commands
 from fp8jax.inspect import memory, numerics, subject
 from fp8jax.inspect.memory import fitting
+from fp8jax.rewrite.rules import Layer
 
 WIDTH = 32
 OUTLIERS = jnp.array([3, 17])
@@ -38,6 +39,7 @@ class Model(nn.Module):
 
 
 BAD = {"outliers": "second", "tiny": "head2"}
+PATHS = ["re:fc", "re:other"]  # of `row`
 
 
 def data(seed):
@@ -95,7 +97,7 @@ def trained(model, defect, seed, steps=150):
 @pytest.mark.parametrize("seed", range(10))
 def test_planted_layers_are_named(defect, seed):
     advice = fp8jax.advise(found(defect, seed), target="h100", recipe="current")
-    assert advice.rules == (() if defect is None else (fp8jax.Rule(BAD[defect]),))
+    assert advice.rules == (() if defect is None else (fp8jax.Rule(f"re:{BAD[defect]}"),))
     assert "dB" in advice.reasons[0] and ("no layer" in advice.reasons[0]) == (defect is None)
 
 
@@ -124,8 +126,17 @@ def test_a_transformed_models_own_recipe_and_rules():
         return fp8jax.advise(measured(first_of(model, "outliers", 0, x), x, y), target="h100")
 
     bad = advice(())
-    assert (bad.recipe, bad.rules) == ("te", (fp8jax.Rule("second"),))
+    assert (bad.recipe, bad.rules) == ("te", (fp8jax.Rule("re:second"),))
     assert advice(bad.rules).rules == ()
+
+
+@pytest.mark.parametrize("bad", ["out", "block/out", "h[0]", "block/h[0]"])
+def test_a_rule_names_one_layer(bad):
+    paths = ["out", "block/out", "h[0]", "h0", "block/h[0]", "block/h0"]
+    found = [row(layer=path, weak=64 * (path == bad)) for path in paths]
+    [rule] = fp8jax.advise(found, target="h100").rules
+    assert [path for path in paths if rule.fits(Layer(path, None, (64, 64), (), path))] == [bad]
+    assert rule.path == bad or bad != "block/out"
 
 
 def test_text_runs():
@@ -140,16 +151,16 @@ def test_advise_ignores_own_rows_of_other_recipe():
     """They have the model's scaling state, as no other recipe."""
     rows = [row(recipe="te", is_own=True, saturation=0.5), row(recipe="mxfp8")]
     assert not fp8jax.advise(rows, target="b200", recipe="mxfp8").rules
-    assert fp8jax.advise(rows, target="b200").rules == (fp8jax.Rule("fc"),)
+    assert fp8jax.advise(rows, target="b200").rules == (fp8jax.Rule("re:fc"),)
 
 
 def test_layers_with_stale_scales_alone_get_no_rule():
     own = {"recipe": "te", "is_own": True}
     rows = [row(saturation=0.5, **own), row(layer="other", weak=64, **own)]
-    assert [rule.path for rule in fp8jax.advise(rows, target="h100").rules] == ["fc", "other"]
+    assert [rule.path for rule in fp8jax.advise(rows, target="h100").rules] == PATHS
     fresh = [row(weak=1), row(layer="other", weak=60)]
     advice = fp8jax.advise([*rows, *fresh], target="h100")
-    assert [rule.path for rule in advice.rules] == ["other"]
+    assert [rule.path for rule in advice.rules] == PATHS[1:]
     assert advice.reasons[-1].startswith("scaling=current: delayed scales alone make 1 of 2 layers bad")
     advice = fp8jax.advise([rows[0], fresh[0]], target="h100")
     assert not advice.rules and "at most 1 of 64 channels" in advice.reasons[0]
@@ -171,7 +182,7 @@ def row(**changes):
 )
 def test_faults(changes, text):
     advice = fp8jax.advise([row(**changes), row(layer="other")], target="h100")
-    assert [rule.path for rule in advice.rules] == (["fc"] if text else [])
+    assert [rule.path for rule in advice.rules] == (PATHS[:1] if text else [])
     assert text is None or text in advice.reasons[0]
 
 
@@ -337,7 +348,7 @@ def test_command_with_statistics(tmp_path, capsys):
     found("tiny", 0).save(path)
     assert cli.main(["advise", "--statistics", str(path), "--recipe", "current"]) == 0
     line, reason, *_ = capsys.readouterr().out.splitlines()
-    assert line == "model = fp8jax.transform(model, \"current\", rules=[fp8jax.Rule('head2')])"
+    assert line == "model = fp8jax.transform(model, \"current\", rules=[fp8jax.Rule('re:head2')])"
     assert reason.startswith("# head2: output gradient: ")
 
 

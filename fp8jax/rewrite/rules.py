@@ -291,6 +291,12 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatch.fnmatchcase(path if "/" in pattern else path.rsplit("/", 1)[-1], pattern)
 
 
+def pattern_of(path: str) -> str:
+    """The pattern that matches this path and no other."""
+    is_plain = "/" in path and not set("*?[") & set(path)
+    return path if is_plain else f"re:{re.escape(path)}"
+
+
 def layer_matches(pattern: str, layer: Layer) -> bool:
     """Whether a pattern matches the layer's path; or its parameter's, if both end in the same name, as in "w"
     and "*/w"."""

@@ -18,6 +18,7 @@ from fp8jax.inspect.numerics.measures import OPERANDS, key_of
 from fp8jax.inspect.numerics.rows import WEAK, OperandRow, Statistics
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
+from fp8jax.rewrite.rules import pattern_of
 from fp8jax.scaling import LHS, with_fresh_scales
 
 # Shares of the channels, and of the entries, of an operand.
@@ -124,7 +125,7 @@ def advise(
         reasons.append(f"scaling=current: delayed scales alone make {share} layers bad, as {layer}: {why}")
     elif scaling.of_recipe(chosen).granularity == "tensor":
         reasons += _jumps([_under(each, chosen) for each in series], set(bad))
-    rules = dict.fromkeys(Rule(layer.partition("#")[0]) for layer in bad)
+    rules = dict.fromkeys(Rule(pattern_of(layer.partition("#")[0])) for layer in bad)
     return Advice(name, tuple(rules), tuple(reasons))
 
 
