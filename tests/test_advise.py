@@ -201,6 +201,13 @@ def test_amaxes_of_a_run(amaxes, text):
     assert not any("scaling=" in reason for reason in fp8jax.advise(series[:1], target="h100").reasons)
 
 
+def test_window_with_rows_of_more_recipes():
+    """Recipes with the same cast have the same amaxes, once for each batch."""
+    recipes = ["te,scaling=current", "te", "te,fp8_format=E4M3", "O2"]
+    series = [[row(recipe=recipe, amax=amax) for recipe in recipes] for amax in 4 * [10, *[1] * 6]]
+    assert fp8jax.advise(series, target="h100", recipe="te").reasons[-1].endswith("amax_history_len=16")
+
+
 def test_recipe_by_gpu():
     rows = [row(recipe=str(fp8jax.Recipe.parse(name))) for name in ("current", "mxfp8", "block")]
     chosen = [fp8jax.advise(rows, target=target).recipe for target in ("h100", "b200", "l40s")]

@@ -219,9 +219,10 @@ def _jumps(series: list[list[OperandRow]], bad: set[str]) -> list[str]:
     """Reasons for or against delayed scaling, by the amaxes of several batches."""
     amaxes: dict[tuple[str, str], list[float]] = {}
     for rows in series if len(series) > 1 else ():
-        for row in rows:
+        # Recipes with the same cast have a row each.
+        for key, row in {(row.name, row.operand): row for row in rows}.items():
             if row.layer not in bad and row.operand != "weight gradient":
-                amaxes.setdefault((row.name, row.operand), []).append(row.amax)
+                amaxes.setdefault(key, []).append(row.amax)
     jumps = [
         (seen[i] / max(seen[:i]), *key)
         for key, seen in amaxes.items()
