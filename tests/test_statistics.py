@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import Mesh
@@ -354,6 +355,21 @@ def test_updates_lost_to_rounding(recipe, lost):
     changed = (np.asarray(params["w"]) != np.asarray(after["w"]))[1:].mean()
     assert row.lost == pytest.approx(1 - changed, abs=1e-6) if lost else row.lost < 0.05 < 1 - changed
     assert lost == (row.lost > 0.9)
+
+
+@pytest.mark.parametrize("second", ["1", "2"])
+def test_step_of_partitioned_optimizers(second):
+    """A parameter has the moments of the optimizer that updates it, and a frozen one none."""
+    params = {name: jax.random.normal(jax.random.key(0), (64, 64)) for name in ("first", "second", "frozen")}
+    grads = jax.tree.map(lambda x: x.at[0].set(0), params)
+    transforms = {name: fp8jax.optim.adamw(1e-3, "te") for name in ("1", second)}
+    labels = {"first": "1", "second": second, "frozen": "-"}
+    tx = optax.partition({**transforms, "-": optax.set_to_zero()}, labels)
+    state = tx.init(params)
+    updates, new = tx.update(grads, state, params)
+    rows = numerics.step_statistics(grads, (params, state), (optax.apply_updates(params, updates), new))
+    assert rows["first"] == rows["second"] == (0.0, 0.0, 0.0)
+    assert rows["frozen"].lost == 1.0 and np.isnan(rows["frozen"][1:]).all()
 
 
 def test_moments_that_underflow():

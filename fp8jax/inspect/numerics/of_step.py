@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, PyTree
 
-from fp8jax.optim.state import is_adam_state
+from fp8jax.optim.state import is_adam_state, is_masked
 from fp8jax.optim.step.weight_remainder import decode_weight
 from fp8jax.optim.storage import Storage
 from fp8jax.quantization import is_scaled, plain, value
@@ -32,7 +32,8 @@ def step_statistics(
     A gradient that is not zero makes both moments and the update nonzero, up to rounding; without a gradient
     an update comes from a first moment that is not zero. The stored weight is the weight, and with it the
     master weight and the byte of `rounding="kahan"`, where there are any. So a weight whose byte changed is
-    not lost. Moments are known for Adam's states of `fp8jax.optim`, and for one of these alone.
+    not lost. Moments are known where one Adam of `fp8jax.optim` updates the
+    parameter, also in an `optax.partition`.
 
     Args:
         grads: the gradients, a tree like the parameters.
@@ -67,16 +68,21 @@ class StoredParam(NamedTuple):
 
 
 def stored_params(params: PyTree, opt_state: PyTree) -> list[StoredParam]:
-    """The stored arrays of each parameter: the weight alone, unless the state has one state of Adam."""
+    """The stored arrays of each parameter: the weight alone, unless one state of Adam has the parameter."""
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+
+    def parts(tree: PyTree) -> list[Any]:
+        return [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree)
+
     adams = [node for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state) if is_adam_state(node)]
     trees = [(each.master, each.remainder, each.adam.mu, each.adam.nu) for each in adams]
-    masters, *others = (
-        [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree)
-        for tree in (trees[0] if len(trees) == 1 else [None] * 4)
-    )
-    weights = [leaf if master is None else master for leaf, master in zip(leaves, masters, strict=True)]
-    return list(map(StoredParam, weights, *others))
+    states = [zip(*map(parts, each), strict=True) for each in trees]
+    stored = []
+    for leaf, *found in zip(leaves, *states, strict=True):
+        found = [each for each in found if not any(map(is_masked, each))]
+        master, *others = found[0] if len(found) == 1 else [None] * 4
+        stored.append(StoredParam(leaf if master is None else master, *others))
+    return stored
 
 
 def _codes(moment: Any) -> jax.Array:

@@ -10,7 +10,7 @@ from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
-from fp8jax.optim.state import AdamState, DequantizedState, is_ours
+from fp8jax.optim.state import AdamState, DequantizedState, is_masked, is_ours
 from fp8jax.optim.state.stored_formats import (
     NONE,
     TO_NEAREST,
@@ -215,7 +215,6 @@ def _converted(
 ) -> AdamState:
     mus, nus, *others = (without_variables(tree) for tree in (*state.adam[1:], state.master, state.remainder))
     nus, *others = (filled(tree, mus) for tree in (nus, *others))
-    # A state that `optax.masked` made has a `MaskedNode` in place of some parameters.
     mus, treedef = jax.tree.flatten(mus, is_leaf=_is_stored)
     nothing = [None] * len(mus)
     try:
@@ -227,7 +226,7 @@ def _converted(
         ) from None
     new = []
     for mu, nu, param, master, remainder in zip(mus, nus, params, *others, strict=True):
-        if isinstance(mu, optax.MaskedNode):
+        if is_masked(mu):
             new.append([mu] * 4)
             continue
         if mu.shape != param.shape:
@@ -258,7 +257,7 @@ def _converted_roundings(
 
 
 def _is_stored(node: Any) -> bool:
-    return is_scaled(node) or isinstance(node, Storage | optax.MaskedNode)
+    return is_scaled(node) or isinstance(node, Storage) or is_masked(node)
 
 
 def _converted_leaf(old: ParamState, wanted: StoredFormats) -> list[Any]:

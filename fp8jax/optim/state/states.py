@@ -68,3 +68,8 @@ def is_adam_state(node: Any) -> bool:
 def is_ours(node: Any) -> bool:
     """Whether a tree node is the state of an optimizer of this package."""
     return isinstance(node, AdamState | DequantizedState)
+
+
+def is_masked(node: Any) -> bool:
+    """Whether a tree node takes the place of a parameter that `optax.masked` or `partition` leaves out."""
+    return isinstance(node, optax.MaskedNode)
