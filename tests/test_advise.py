@@ -14,7 +14,7 @@ import runs
 from flax import nnx
 
 import fp8jax
-from fp8jax import cli
+from fp8jax import Rule, cli
 from fp8jax.cli import commands
 from fp8jax.inspect import memory, numerics, subject
 from fp8jax.inspect.memory import fitting
@@ -97,7 +97,7 @@ def trained(model, defect, seed, steps=150):
 @pytest.mark.parametrize("seed", range(10))
 def test_planted_layers_are_named(defect, seed):
     advice = fp8jax.advise(found(defect, seed), target="h100", recipe="current")
-    assert advice.rules == (() if defect is None else (fp8jax.Rule(f"re:{BAD[defect]}"),))
+    assert advice.rules == (() if defect is None else (Rule(f"re:{BAD[defect]}"),))
     assert "dB" in advice.reasons[0] and ("no layer" in advice.reasons[0]) == (defect is None)
 
 
@@ -126,8 +126,8 @@ def test_a_transformed_models_own_recipe_and_rules():
         return fp8jax.advise(measured(first_of(model, "outliers", 0, x), x, y), target="h100")
 
     bad = advice(())
-    assert (bad.recipe, bad.rules) == ("te", (fp8jax.Rule("re:second"),))
-    assert advice(bad.rules).rules == ()
+    assert (bad.recipe, bad.rules) == ("te", (Rule("re:second"),))
+    assert advice(bad.rules).rules == bad.rules
 
 
 @pytest.mark.parametrize("bad", ["out", "block/out", "h[0]", "block/h[0]"])
@@ -137,6 +137,47 @@ def test_a_rule_names_one_layer(bad):
     [rule] = fp8jax.advise(found, target="h100").rules
     assert [path for path in paths if rule.fits(Layer(path, None, (64, 64), (), path))] == [bad]
     assert rule.path == bad or bad != "block/out"
+
+
+def two_layers(params, x):
+    return jnp.tanh(x @ params["a"]) @ params["b"]
+
+
+PARAMS = {name: jax.random.normal(jax.random.key(i), (WIDTH, WIDTH)) / 6 for i, name in enumerate("ab")}
+LAST = Rule(where=lambda layer: layer.path == "b")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rules", "outlier", "advised", "in_fp8", "says"),
+    [
+        ("current", [Rule("b", "margin=90")], 1, [Rule("re:b")], "a", "with te,scaling=current,margin=90"),
+        ("current", [Rule("*", "margin=90")], 1, [Rule("re:a"), Rule("re:b")], "", "current,margin=90"),
+        ("current", [Rule("a", "block")], 1, [Rule("a", "block")], "ab", "no layer of 2 is bad"),
+        ("current", [Rule("b", "te")], 1e6, [Rule("re:a"), Rule("b", "te")], "b", "with current"),
+        ("current", [Rule("b")], 1e6, [Rule("re:a"), Rule("b")], "", "with current"),
+        ("current", [LAST], 1e6, [Rule("re:a"), Rule("re:b")], "", "with current"),
+        ("bf16", [Rule("b", "current")], 1e6, [Rule("b", "current")], "b", "no layer of 1 is bad"),
+        ("bf16", [], 1e6, [Rule("re:a")], "b", "with current"),
+        (None, [Rule("b")], 1e6, [Rule("re:a"), Rule("b")], "", "with current"),
+    ],
+)
+def test_rules_of_the_model_stay(recipe, rules, outlier, advised, in_fp8, says, tmp_path):
+    """Layers are judged under their own recipes. The text, and the rows of a file, have the rules, too."""
+    x = data(0)[0].at[:, OUTLIERS].multiply(outlier)
+    model, variables, of_plain = two_layers, PARAMS, rules
+    if recipe is not None:
+        transformed = fp8jax.transform(two_layers, recipe, rules=rules)
+        model, variables, of_plain = transformed.apply, transformed.init(PARAMS, x), ()
+    loss = lambda variables, x: jnp.mean(model(variables, x) ** 2)  # noqa: E731
+    found = jax.jit(fp8jax.statistics(loss, ["current", "block"], rules=of_plain))(variables, x)
+    advice = fp8jax.advise(found, target="l40s")  # which has no block GEMMs
+    assert list(advice.rules) == advised and says in advice.reasons[0]
+    found.save(tmp_path / "found.json")
+    for same in (found.rows, numerics.load(tmp_path / "found.json"), found.merged(found)):
+        assert fp8jax.advise(same, target="l40s") == advice
+    scope = {"model": two_layers, "fp8jax": fp8jax}
+    exec(str(advice), scope)
+    assert "".join(row.path for row in scope["model"].report(PARAMS, x).rows if row.fp8) == in_fp8
 
 
 def test_text_runs():
@@ -151,7 +192,7 @@ def test_advise_ignores_own_rows_of_other_recipe():
     """They have the model's scaling state, as no other recipe."""
     rows = [row(recipe="te", is_own=True, saturation=0.5), row(recipe="mxfp8")]
     assert not fp8jax.advise(rows, target="b200", recipe="mxfp8").rules
-    assert fp8jax.advise(rows, target="b200").rules == (fp8jax.Rule("re:fc"),)
+    assert fp8jax.advise(rows, target="b200").rules == (Rule("re:fc"),)
 
 
 def test_layers_with_stale_scales_alone_get_no_rule():

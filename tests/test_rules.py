@@ -288,6 +288,14 @@ def test_text_that_is_no_rule_raises(text):
         train.TrainConfig(rules=text)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [Rule(), Rule("re:a|b[0]", "margin=1"), Rule(first=1, last=0.25), Rule(kind="Dense", smaller_than=9)],
+)
+def test_a_rule_as_code(rule):
+    assert eval(repr(rule)) == Rule(**rule.options()) == rule
+
+
 def test_a_trainer_takes_rules():
     config = train.TrainConfig(recipe="nvfp4", rules="last=0.25")
     trainer = train.Trainer(Named(), lambda model, x: jnp.mean(model(x) ** 2), config, X)

@@ -298,6 +298,19 @@ def test_nnx_modules_stay_as_they_are(recipe):
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
 
 
+def test_the_recipe_and_rules_of_a_module():
+    """A class is a rule for the layers that it was chosen for, and NumPy's numbers go into a file."""
+    rules = [fp8jax.Rule(kind=nnx.Linear, smaller_than=np.int64(4096)), fp8jax.Rule("up", "margin=1")]
+    model = fp8jax.transform(OfNNX(), "te", rules=rules, inputs=(X,))
+    rows = fp8jax.statistics(lambda model, x: mean_square(model(x)), ["te"])(model, X).rows
+    assert str(rows.recipe) == "te"
+    assert rows.rules == ((fp8jax.Rule("re:down"), ("down",)), (fp8jax.Rule("up", "margin=1"), ("up",)))
+    rule = fp8jax.Rule("down", smaller_than=np.int64(4096))
+    assert json.loads(as_json(numerics.Rows(rows, rules=[(rule, ("down",))])))["rules"] == [
+        [{"path": "down", "smaller_than": 4096}, ["down"]]
+    ]
+
+
 def test_training_steps_are_the_same_program():
     """Statistics leave nothing behind: the next trace of a step is the one before."""
     model = fp8jax.transform(Linen(), "te")
@@ -334,6 +347,7 @@ def test_rows_as_json_and_merged(tmp_path):
     found = fp8jax.statistics(plain_loss, ["te"])(variables(), X)
     found.save(tmp_path / "rows.json")
     assert numerics.load(tmp_path / "rows.json") == found.rows
+    assert vars(numerics.load(tmp_path / "rows.json")) == vars(found.rows)
     merged = found.merged(fp8jax.statistics(plain_loss, ["te"])(variables(), 2 * X)).rows
     assert merged[0].amax == pytest.approx(2 * found.rows[0].amax)
     assert merged[0].underflow == pytest.approx(found.rows[0].underflow)

@@ -196,7 +196,7 @@ def run_advise(args: argparse.Namespace) -> int:
             found = fitted(checkpointing)
         except NoBlocksError:
             found = fitted("none", "; no gradient checkpointing: no module with layers repeats in the model")
-    data = {**found._asdict(), "rules": [rule.path for rule in found.rules], "text": str(found)}
+    data = {**found._asdict(), "rules": [rule.options() for rule in found.rules], "text": str(found)}
     _print(args, data, lambda: str(found))
     return 0
 

@@ -143,6 +143,15 @@ class Rule:
             fields[name] = value if name in _PARSED[:2] else int(value) if value.isdigit() else float(value)
         return cls(recipe=recipe, **fields)
 
+    def options(self) -> dict[str, Any]:
+        """The attributes that are not the defaults, by name."""
+        given = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: x for name, (x, default) in given.items() if x != default}
+
+    def __repr__(self) -> str:
+        given = self.options().items()
+        return f"Rule({', '.join(repr(x) if name == 'path' else f'{name}={x!r}' for name, x in given)})"
+
     @property
     def counts_blocks(self) -> bool:
         """True for a rule with `first` or `last`."""
@@ -158,6 +167,21 @@ class Rule:
         if self.smaller_than is not None and math.prod(layer.kernel_shape) >= self.smaller_than:
             return False
         return layer_matches(self.path, layer) and (self.where is None or bool(self.where(layer)))
+
+
+class UsedRule(NamedTuple):
+    """A rule of a model, without Python objects, and the layers that it was chosen for."""
+
+    rule: Rule
+    layers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rule: Rule, layers: Iterable[str]) -> "UsedRule":
+        """The rule of these layers; a rule with a class or a function becomes one with their paths."""
+        layers, recipe = tuple(layers), str(rule.recipe)
+        if rule.where is None and not isinstance(rule.kind, type):
+            return cls(dataclasses.replace(rule, recipe=recipe), layers)
+        return cls(Rule(pattern_of(*layers), recipe), layers)
 
 
 class LayerChoice(NamedTuple):
@@ -196,7 +220,7 @@ class Rules:
     ):
         self.recipe, self.rules, self.paths = recipe, tuple(rules), tuple(dict.fromkeys(paths))
         self.recipes = [_recipe_of(rule, recipe) for rule in self.rules]
-        self._used: set[int] = set()  # indices of the rules that matched a layer
+        self._used: dict[int, dict[str, None]] = {}  # the layers that a rule was chosen for, by its index
         self._blocks: dict[int, tuple[str, ...]] = {}  # by rule
         if plain_weights:
             self.recipe = recipe.with_plain_weights()
@@ -206,12 +230,17 @@ class Rules:
         """The layer's recipe, by the first rule that matches or the recipe's patterns."""
         for number in range(len(self.rules)):
             if self._fits(number, layer):
-                self._used.add(number)
+                self._used.setdefault(number, {})[layer.path] = None
                 recipe = self.recipes[number]
                 return LayerChoice(recipe, None if recipe.is_quantized else f"{BY_RULE}gemm={recipe.gemm}")
         if not self.recipe.is_quantized:
             return LayerChoice(self.recipe, f"gemm={self.recipe.gemm}")
         return LayerChoice(self.recipe, self._exclusion(layer))
+
+    @property
+    def used(self) -> tuple[UsedRule, ...]:
+        """The rules that were chosen for layers, in order."""
+        return tuple(UsedRule.of(self.rules[number], self._used[number]) for number in sorted(self._used))
 
     def leaves_out(self, layer: Layer) -> bool:
         """Whether the recipe's patterns leave the layer out, and no rule names it, whatever the GEMMs are."""
@@ -291,10 +320,10 @@ def matches(pattern: str, path: str) -> bool:
     return fnmatch.fnmatchcase(path if "/" in pattern else path.rsplit("/", 1)[-1], pattern)
 
 
-def pattern_of(path: str) -> str:
-    """The pattern that matches this path and no other."""
-    is_plain = "/" in path and not set("*?[") & set(path)
-    return path if is_plain else f"re:{re.escape(path)}"
+def pattern_of(*paths: str) -> str:
+    """The pattern that matches these paths and no others."""
+    is_plain = len(paths) == 1 and "/" in paths[0] and not set("*?[") & set(paths[0])
+    return paths[0] if is_plain else f"re:{'|'.join(map(re.escape, paths))}"
 
 
 def layer_matches(pattern: str, layer: Layer) -> bool:

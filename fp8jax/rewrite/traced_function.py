@@ -41,7 +41,7 @@ from fp8jax.rewrite.lora import LoRA
 from fp8jax.rewrite.plan import DotState, Kernel, Plan, PlannedDot, kernels_of
 from fp8jax.rewrite.remat import Calls, Checkpointing, with_checkpoints
 from fp8jax.rewrite.report import Report, make_report
-from fp8jax.rewrite.rules import Rule, Rules, layer_path
+from fp8jax.rewrite.rules import Rule, Rules, UsedRule, layer_path
 from fp8jax.scaling.merge import to_fm32
 from fp8jax.variables import FROZEN, PARAMS
 
@@ -117,6 +117,7 @@ class TracedFunction:
     paths: list[tuple[str, ...]]  # paths of the parameters
     plan: Plan
     recipe: Recipe
+    rules: tuple[UsedRule, ...]
     report: Report
     adapted: Mapping[tuple[str, ...], PlannedDot | None]  # with adapters; None for others that are read
 
@@ -238,7 +239,7 @@ def trace(
         report, adapted = _with_adapters(report, lora, settings, found, planned)
     annotations.clear()
     plan = Plan.of(planned, [dot for dot, _ in choices], backend=settings.backend)
-    return TracedFunction(jaxpr, out, paths, plan, settings.recipe, report, adapted), consts
+    return TracedFunction(jaxpr, out, paths, plan, settings.recipe, rules.used, report, adapted), consts
 
 
 def _with_adapters(

@@ -18,6 +18,7 @@ from fp8jax.inspect.numerics.of_loss import statistics as statistics
 from fp8jax.inspect.numerics.of_step import StepRow as StepRow
 from fp8jax.inspect.numerics.of_step import step_statistics as step_statistics
 from fp8jax.inspect.numerics.rows import OperandRow as OperandRow
+from fp8jax.inspect.numerics.rows import Rows as Rows
 from fp8jax.inspect.numerics.rows import Statistics as Statistics
 from fp8jax.inspect.numerics.rows import load as load
 from fp8jax.inspect.numerics.rows import load_run as load_run

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fp8jax import backends, scaling
 from fp8jax.inspect import targets
 from fp8jax.inspect.numerics.measures import OPERANDS, key_of
-from fp8jax.inspect.numerics.rows import WEAK, OperandRow, Statistics
+from fp8jax.inspect.numerics.rows import WEAK, OperandRow, Rows, Statistics
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
 from fp8jax.rewrite.rules import pattern_of
@@ -56,7 +56,7 @@ class Advice(NamedTuple):
     def __str__(self) -> str:
         options = [f'"{self.recipe}"']
         if self.rules:
-            options.append(f"rules=[{', '.join(f'fp8jax.Rule({rule.path!r})' for rule in self.rules)}]")
+            options.append(f"rules=[{', '.join(f'fp8jax.{rule}' for rule in self.rules)}]")
         if self.checkpointing != "none":
             options.append(f'gradient_checkpointing="{self.checkpointing}"')
         lines = [f"model = fp8jax.transform(model, {', '.join(options)})"]
@@ -87,46 +87,100 @@ def advise(
         target: the GPU that is to train, see `fp8jax.inspect.targets`; None for this process's device.
         recipe: the recipe to advise layers for. None is the recipe of the model that was measured; for a
             plain model the one of `mxfp8`, `current` and `block` with the fewest bad layers, of those that
-            `found` has and the GPU multiplies. `te`, `O2` and `fp8` need rows of a recipe with the same
+            `found` has and the GPU multiplies. Under the model's recipe a layer with a rule is judged by the
+            rule's recipe. `te`, `O2` and `fp8` need rows of a recipe with the same
             casts, such as `O2`.
 
     Returns:
-        The recipe, and a rule for each bad layer that keeps it in bfloat16. The reasons name the operand and
-        the figure. A layer that is bad for delayed scales alone, where rows `with_fresh_scales` tell, gets no
-        rule: its reason is current scaling.
+        The recipe, and a rule for each bad layer that keeps it in bfloat16, before the rules of the model
+        that was measured. The reasons name the operand and the figure. A layer that is bad for delayed scales
+        alone, where rows `with_fresh_scales` tell, gets no rule: its reason is current scaling.
 
     Raises:
         ValueError: `found` is empty or lacks the recipe, or the GPU does not multiply its operands.
     """
-    given: list[Any] = [found] if isinstance(found, Statistics) else list(found)
-    given = [given] if given and isinstance(given[0], OperandRow) else given
-    series = [list(each.rows if isinstance(each, Statistics) else each) for each in given]
-    rows = [row for each in series for row in each]
-    if not rows:
+    series = _series(found)
+    rows = _Measured.of(series)
+    if not rows.rows:
         raise ValueError("`found`: expected statistics from `fp8jax.statistics` with rows; got none.")
     device = None if target is None else targets.get(target).as_device
-    others = {name: each for name, each in COMPARED.items() if _runs(each, device) and _under(rows, each)}
-    name, chosen = _chosen(rows, recipe, others)
+    others = {name: each for name, each in COMPARED.items() if _runs(each, device) and rows.under(each)}
+    chosen = _chosen(rows, recipe, others)
+    name, own = _name(chosen), rows.own if chosen == rows.model else {}
     backends.choose("auto", scaling.of_recipe(chosen).granularity, device=device)
-    found_bad, fresh = _bad_layers(_under(rows, chosen)), _under(rows, with_fresh_scales(chosen))
-    still_bad = _bad_layers(fresh) if fresh else found_bad  # with scales of the same batch
-    bad = {layer: why for layer, why in found_bad.items() if layer in still_bad}
-    stale = {layer: why for layer, why in found_bad.items() if layer not in still_bad}
-    reasons = [f"{layer}: {why} with {name}" for layer, why in bad.items()] or [_no_bad(rows, chosen, stale)]
+    found_bad, fresh = _bad_layers(rows.under(chosen)), rows.under(chosen, is_fresh=True)
+    healthy = {row.layer for row in fresh} - set(_bad_layers(fresh))  # with scales of the same batch
+    bad = {layer: why for layer, why in found_bad.items() if layer not in healthy}
+    stale = {layer: why for layer, why in found_bad.items() if layer in healthy}
+    reasons = [f"{layer}: {why} with {_name(own.get(layer, chosen))}" for layer, why in bad.items()]
+    reasons = reasons or [_no_bad(rows.under(chosen, is_fresh=bool(stale)))]
+    number = len({row.layer for row in rows.rows})
     reasons += [
-        f"what if {other}: {len(_bad_layers(_under(rows, each)))} of {len({row.layer for row in rows})} "
-        f"layers are bad, {name} has {len(bad)}"
+        f"what if {other}: {len(_bad_layers(rows.under(each)))} of {number} layers are bad, "
+        f"{name} has {len(bad)}"
         for other, each in others.items()
         if each != chosen
     ]
     if stale:
         layer, why = next(iter(stale.items()))
-        share = f"{len(stale)} of {len({row.layer for row in rows})}"
+        share = f"{len(stale)} of {number}"
         reasons.append(f"scaling=current: delayed scales alone make {share} layers bad, as {layer}: {why}")
     elif scaling.of_recipe(chosen).granularity == "tensor":
-        reasons += _jumps([_under(each, chosen) for each in series], set(bad))
-    rules = dict.fromkeys(Rule(pattern_of(layer.partition("#")[0])) for layer in bad)
+        reasons += _jumps([rows._replace(rows=each).under(chosen) for each in series], set(bad))
+    paths = list(dict.fromkeys(layer.partition("#")[0] for layer in bad))
+    # A rule for a path comes first. `transform` refuses a later rule without any other layer.
+    of_model = [rule for rule, layers in series[-1].rules if not set(layers) <= set(paths)]
+    rules = dict.fromkeys([*(Rule(pattern_of(path)) for path in paths), *of_model])
     return Advice(name, tuple(rules), tuple(reasons))
+
+
+class _Measured(NamedTuple):
+    """Rows of several batches."""
+
+    rows: Iterable[OperandRow]
+    model: Recipe | None  # of the model that was measured; None for a model without FP8
+    own: dict[str, Recipe]  # of its layers
+
+    @classmethod
+    def of(cls, series: list[Rows]) -> "_Measured":
+        """The rows of all batches."""
+        rows = [row for each in series for row in each]
+        own = {row.layer: Recipe.parse(row.recipe) for row in rows if row.is_own}
+        counted = collections.Counter(each for each in own.values() if each.is_quantized).most_common(1)
+        # Older files do not have the model's recipe.
+        model = (series[-1].recipe if series else None) or next((each for each, _ in counted), None)
+        return cls(rows, model, own) if counted else cls(rows, None, {})
+
+    def under(self, recipe: Recipe, *, is_fresh: bool = False) -> list[OperandRow]:
+        """The rows of a recipe, or of recipes that quantize this operand alike; [] for a recipe that was not
+        measured. Layers that a rule keeps out of FP8 have none.
+
+        For the model's recipe they are each layer's own rows, under its own recipe and with its state; with
+        `is_fresh` the rows with scales of the same batch instead.
+        """
+
+        def fits(row: OperandRow) -> bool:
+            own = self.own.get(row.layer)
+            if own is not None and not own.is_quantized:
+                return False
+            wanted = own if own is not None and recipe == self.model else recipe
+            wanted = with_fresh_scales(wanted) if is_fresh else wanted
+            if row.is_own or own == wanted:
+                return row.is_own and own == wanted
+            measured, operand = Recipe.parse(row.recipe), OPERANDS.index(row.operand)
+            return measured.is_quantized and key_of(measured, operand) == key_of(wanted, operand)
+
+        found = [row for row in self.rows if fits(row)]
+        # All recipes without FP8 weight gradients have the same rows of these.
+        return found if any(row.operand == OPERANDS[LHS] for row in found) else []
+
+
+def _series(found: Any) -> list[Rows]:
+    """The rows of each batch."""
+    given: list[Any] = [found] if isinstance(found, Statistics | Rows) else list(found)
+    given = [given] if given and isinstance(given[0], OperandRow) else given
+    given = [each.rows if isinstance(each, Statistics) else each for each in given]
+    return [each if isinstance(each, Rows) else Rows(each) for each in given]
 
 
 def _runs(recipe: Recipe, device: backends.Device | None) -> bool:
@@ -136,46 +190,26 @@ def _runs(recipe: Recipe, device: backends.Device | None) -> bool:
     return backends.why_not("auto", scaling.of_recipe(recipe).granularity, device=device) is None
 
 
-def _chosen(
-    rows: list[OperandRow], recipe: Recipe | str | None, others: dict[str, Recipe]
-) -> tuple[str, Recipe]:
-    """The recipe to advise layers for, and its name."""
-    own = collections.Counter(
-        row.recipe for row in rows if row.is_own and Recipe.parse(row.recipe).is_quantized
-    )
-    given = recipe or next((name for name, _ in own.most_common(1)), None)
+def _name(recipe: Recipe) -> str:
+    return next((name for name, each in COMPARED.items() if each == recipe), str(recipe))
+
+
+def _chosen(rows: _Measured, recipe: Recipe | str | None, others: dict[str, Recipe]) -> Recipe:
+    """The recipe to advise layers for."""
+    given, measured = recipe or rows.model, ", ".join(dict.fromkeys(row.recipe for row in rows.rows))
     if given is not None:
         chosen = Recipe.parse(given)
-        names = {each: name for name, each in COMPARED.items()}
-        if not chosen.is_quantized or not _under(rows, chosen):
+        if not (chosen.is_quantized or chosen == rows.model) or not rows.under(chosen):
             raise ValueError(
-                f"`recipe`: expected one in FP8 that `found` has measured, one of "
-                f"{', '.join(dict.fromkeys(row.recipe for row in rows))}; got {chosen}."
+                f"`recipe`: expected one in FP8 that `found` has measured, one of {measured}; got {chosen}."
             )
-        return names.get(chosen, str(chosen)), chosen
+        return chosen
     if not others:
         raise ValueError(
             f"`found`: expected rows of {', '.join(COMPARED)}, whichever the GPU multiplies; got rows of "
-            f"{', '.join(dict.fromkeys(row.recipe for row in rows))}. Measure these `recipes`, or name one."
+            f"{measured}. Measure these `recipes`, or name one."
         )
-    return min(others.items(), key=lambda pair: len(_bad_layers(_under(rows, pair[1]))))
-
-
-def _under(rows: Iterable[OperandRow], recipe: Recipe) -> list[OperandRow]:
-    """The rows of a recipe, or of recipes that quantize this operand alike; [] for a recipe that was not
-    measured. The model's own rows, which have its state, are of the same recipe only."""
-
-    def fits(row: OperandRow) -> bool:
-        measured, operand = Recipe.parse(row.recipe), OPERANDS.index(row.operand)
-        if row.is_own and row.layer not in plain:
-            return measured == recipe
-        return measured.is_quantized and key_of(measured, operand) == key_of(recipe, operand)
-
-    # Layers that a rule keeps out of FP8: the recipe of the others has rows as another recipe there.
-    plain = {row.layer for row in rows if row.is_own and not Recipe.parse(row.recipe).is_quantized}
-    found = [row for row in rows if row.layer not in plain and fits(row)]
-    # All recipes without FP8 weight gradients have the same rows of these.
-    return found if any(row.operand == OPERANDS[LHS] for row in found) else []
+    return min(others.values(), key=lambda each: len(_bad_layers(rows.under(each))))
 
 
 def _bad_layers(rows: Iterable[OperandRow]) -> dict[str, str]:
@@ -205,9 +239,8 @@ def _faults(row: OperandRow) -> Iterable[tuple[float, str]]:
         yield row.saturation, f"{100 * row.saturation:.2f}% saturate"
 
 
-def _no_bad(rows: list[OperandRow], recipe: Recipe, stale: Iterable[str]) -> str:
-    """The figure of the worst layer, where none is bad; for `stale` ones current scaling's."""
-    rows = _under(rows, with_fresh_scales(recipe) if stale else recipe)
+def _no_bad(rows: list[OperandRow]) -> str:
+    """The figure of the worst layer, where none is bad."""
     worst = max(rows, key=lambda row: row.weak / max(row.channels, 1))
     return (
         f"no layer of {len({row.layer for row in rows})} is bad: at most {worst.weak} of {worst.channels} "

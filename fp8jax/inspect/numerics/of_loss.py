@@ -23,7 +23,7 @@ from fp8jax.inspect.numerics.recorder import Recorder, Records
 from fp8jax.inspect.numerics.rows import MeasuredLayer, Statistics
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import FoundDots, ParamView, Plan, Rule, Tracked, aval_of
+from fp8jax.rewrite import FoundDots, Plan, Rule, Tracked, aval_of
 from fp8jax.rewrite.choose import choose, layer_of
 from fp8jax.rewrite.plan import DotState, PlannedDot
 from fp8jax.rewrite.rules import Rules, layer_path
@@ -107,7 +107,9 @@ def _statistics(
     leaves = jax.tree.leaves(variables[PARAMS], is_leaf=is_scaled)
     traced = TracedLoss.of(loss_and_aux, variables, args, kwargs, [aval_of(leaf) for leaf in leaves], {})
     found, views = traced.found, traced.views
-    planned, plan = _of_programs(found) if found.programs else _of_plain(found, recipes, rules, views)
+    rules = () if found.programs else rules
+    of_plain = Rules(recipes[0], rules, paths=[layer_path(view.path) for view in views if view is not None])
+    planned, plan = _of_programs(found) if found.programs else _of_plain(found, of_plain)
     recorders = {key: Recorder.of(each, recipes) for key, each in planned.items()}
     layers = tuple(
         MeasuredLayer(_name(planned[key]), each.recipes, each.own) for key, each in recorders.items()
@@ -122,7 +124,8 @@ def _statistics(
     # See `gradients.traced`: only compiled code adds cotangents of an extended dtype.
     grad_fn = jax.jit(jax.grad(loss, has_aux=True, allow_int=True))
     numbers, aux = grad_fn([each.records for each in recorders.values()], leaves, traced.arrays)
-    return Statistics(tuple(each.numbers() for each in numbers), layers), aux
+    model, used = next(iter(found.recipes), None), dict.fromkeys([*found.rules, *of_plain.used])
+    return Statistics(tuple(each.numbers() for each in numbers), layers, model, tuple(used)), aux
 
 
 def _of_programs(found: FoundDots) -> tuple[dict[Any, PlannedDot], Plan]:
@@ -138,13 +141,10 @@ def _of_programs(found: FoundDots) -> tuple[dict[Any, PlannedDot], Plan]:
     return planned, Plan.of((), programs=found.programs)
 
 
-def _of_plain(
-    found: FoundDots, recipes: tuple[Recipe, ...], rules: tuple[Rule, ...], views: list[ParamView | None]
-) -> tuple[dict[Any, PlannedDot], Plan]:
+def _of_plain(found: FoundDots, rules: Rules) -> tuple[dict[Any, PlannedDot], Plan]:
     """The dot products of a plain model that the first recipe includes, in high precision."""
-    of_rules = Rules(recipes[0], rules, paths=[layer_path(view.path) for view in views if view is not None])
-    chosen, choices = choose(found, of_rules, {})
-    of_rules.check([layer_of(dot, {}) for dot, _ in choices])
+    chosen, choices = choose(found, rules, {})
+    rules.check([layer_of(dot, {}) for dot, _ in choices])
     high = [
         each._replace(kernel=each.kernel._replace(recipe=Recipe.FP32))
         for each in chosen
@@ -152,8 +152,8 @@ def _of_plain(
     ]
     if not high:
         raise ValueError(
-            f"`loss_fn`: expected a matmul of a parameter that {recipes[0]} includes; got none. `report` of "
-            "the transformed model says why."
+            f"`loss_fn`: expected a matmul of a parameter that {rules.recipe} includes; got none. `report` "
+            "of the transformed model says why."
         )
     return {each.key: each for each in high}, Plan.of(high)
 

@@ -17,6 +17,8 @@ from fp8jax.inspect.numerics.measures import OPERANDS
 from fp8jax.inspect.numerics.recorder import Records
 from fp8jax.inspect.tables import align
 from fp8jax.recipe import Recipe
+from fp8jax.rewrite import Rule
+from fp8jax.rewrite.rules import UsedRule
 
 # A channel is an outlier if its amax is so many times the median of the channels that are not zero.
 OUTLIER = 20.0
@@ -51,6 +53,26 @@ class OperandRow(NamedTuple):
         return self.layer + "".join(f"[{number}]" for number in self.at)
 
 
+class Rows(tuple[OperandRow, ...]):
+    """Rows, and the model that they are of.
+
+    Attributes:
+        recipe: the recipe of a transformed model; None for a plain one, and in older files.
+        rules: the rules of the model, or of `fp8jax.statistics` for a plain one.
+    """
+
+    recipe: Recipe | None
+    rules: tuple[UsedRule, ...]
+
+    def __new__(
+        cls, rows: Iterable[OperandRow] = (), recipe: Recipe | None = None, rules: Iterable[UsedRule] = ()
+    ) -> "Rows":
+        """The rows of a model."""
+        new = super().__new__(cls, rows)
+        new.recipe, new.rules = recipe, tuple(rules)
+        return new
+
+
 class MeasuredLayer(NamedTuple):
     """The layer and the recipes that a `Records` belongs to."""
 
@@ -59,7 +81,9 @@ class MeasuredLayer(NamedTuple):
     own: int | None  # the index of the layer's own recipe; None for a layer in high precision
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("records",), meta_fields=("layers",))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("records",), meta_fields=("layers", "recipe", "rules")
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class Statistics:
     """The result of `fp8jax.statistics`. A pytree; `rows` and `str` read its arrays, outside of `jax.jit`.
@@ -67,10 +91,13 @@ class Statistics:
     Attributes:
         records: for each layer its arrays.
         layers: for each layer its path and recipes.
+        recipe, rules: see `Rows`.
     """
 
     records: tuple[Records, ...]
     layers: tuple[MeasuredLayer, ...]
+    recipe: Recipe | None = None
+    rules: tuple[UsedRule, ...] = ()
 
     def merged(self, other: "Statistics") -> "Statistics":
         """The statistics of both batches: shares and noise are means over uses, other numbers maxima."""
@@ -83,18 +110,19 @@ class Statistics:
             Records(*(merge(a, b) for merge, a, b in zip(both, *pair, strict=True)))
             for pair in zip(self.records, other.records, strict=True)
         ]
-        return Statistics(tuple(merged), self.layers)
+        return dataclasses.replace(self, records=tuple(merged))
 
     @property
-    def rows(self) -> tuple[OperandRow, ...]:
+    def rows(self) -> Rows:
         """The rows of all layers that were used, operand by operand."""
-        return tuple(
+        rows = (
             row
             for records, layer in zip(jax.device_get(self.records), self.layers, strict=True)
             for index in np.ndindex(records.uses.shape)
             if records.uses[index]
             for row in _rows(layer, index, jax.tree.map(lambda x, at=index: x[at], records))
         )
+        return Rows(rows, self.recipe, self.rules)
 
     def __str__(self) -> str:
         return table(self.rows)
@@ -111,11 +139,16 @@ def as_json(rows: Iterable[OperandRow]) -> str:
     def finite(x: Any) -> Any:
         return None if isinstance(x, float) and not math.isfinite(x) else x
 
-    found = [{name: finite(x) for name, x in row._asdict().items()} for row in rows]
-    return json.dumps(found, indent=1, allow_nan=False)
+    rows = rows if isinstance(rows, Rows) else Rows(rows)
+    content = {
+        "recipe": None if rows.recipe is None else str(rows.recipe),
+        "rules": [[rule.options(), layers] for rule, layers in rows.rules],
+        "rows": [{name: finite(x) for name, x in row._asdict().items()} for row in rows],
+    }
+    return json.dumps(content, indent=1, allow_nan=False, default=lambda number: number.item())  # NumPy's
 
 
-def load(path: str | os.PathLike[str]) -> tuple[OperandRow, ...]:
+def load(path: str | os.PathLike[str]) -> Rows:
     """The rows that `Statistics.save` wrote.
 
     Raises:
@@ -123,7 +156,11 @@ def load(path: str | os.PathLike[str]) -> tuple[OperandRow, ...]:
     """
     with open(path, encoding="utf-8") as file:
         try:
-            return tuple(map(_from_json, json.load(file)))
+            content = json.load(file)
+            content = content if isinstance(content, dict) else {"rows": content}  # of version 0.1.0
+            recipe = content.get("recipe")
+            rules = [UsedRule(Rule(**rule), tuple(layers)) for rule, layers in content.get("rules", ())]
+            return Rows(map(_from_json, content["rows"]), recipe and Recipe.parse(recipe), rules)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"`path`: expected rows of fp8jax.statistics in {path}; got {error}.") from None
 
@@ -140,7 +177,7 @@ def files_of_run(run: str | os.PathLike[str]) -> list[pathlib.Path]:
     return sorted(pathlib.Path(run, FOLDER).glob("*.json"))
 
 
-def load_run(run: str | os.PathLike[str]) -> list[tuple[OperandRow, ...]]:
+def load_run(run: str | os.PathLike[str]) -> list[Rows]:
     """The rows of a run of `fp8jax.train`, those of the oldest batch first.
 
     Raises:

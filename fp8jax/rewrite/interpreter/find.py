@@ -27,7 +27,7 @@ from fp8jax.rewrite.interpreter.dots import (
 )
 from fp8jax.rewrite.interpreter.param_view import ParamView, follow
 from fp8jax.rewrite.plan import Kernel, Plan, PlannedDot
-from fp8jax.rewrite.rules import layer_paths
+from fp8jax.rewrite.rules import UsedRule, layer_paths
 
 # Calls that `evaluate` inlines, and those that it rematerializes.
 CALLS = ("jit", "pjit", "closed_call", "core_call")
@@ -76,6 +76,7 @@ class FoundDots(NamedTuple):
     uses: dict[tuple[str, ...], Uses]
     programs: list[Site]  # sites of calls of transformed functions
     recipes: list[Recipe]  # of these functions
+    rules: list[UsedRule]  # of these functions
     planned: list[PlannedDot]  # the dot products that these functions replace
 
 
@@ -91,7 +92,7 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None], states: int =
     Raises:
         ValueError: a model with such a state is called inside a `jax.shard_map`.
     """
-    finder = _DotFinder(FoundDots([], {}, {}, {}, [], [], []))
+    finder = _DotFinder(FoundDots([], {}, {}, {}, [], [], [], []))
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views) - states)
     for out in finder.through(jaxpr, [*views, *[_STATE] * states, *others], EquationPlace()):
         finder.note_value(out)
@@ -180,6 +181,7 @@ class _DotFinder:
         program = eqn.params["program"]
         self.found.programs.append(place.site)
         self.found.recipes.append(program.recipe)
+        self.found.rules.extend(program.rules)
         self.found.planned.extend(program.plan.dots.values())
         leaves, states, arrays, _ = eqn.params["treedef"].unflatten(ins)
         if place.is_on_each and any(x is _STATE for x in jax.tree.leaves(states)):
