@@ -324,6 +324,29 @@ def test_training_steps_are_the_same_program():
     assert text() == before
 
 
+def test_layers_below_a_stop_gradient_are_named(tmp_path):
+    params = {name: variables()["params"]["up"]["kernel"] for name in ("frozen", "trained")}
+
+    def loss(params, x, stops=("frozen",)):
+        for name in params:
+            x = jnp.tanh(x @ params[name])
+            x = jax.lax.stop_gradient(x) if name in stops else x
+        return mean_square(x)
+
+    found = fp8jax.statistics(loss, ["current"])(params, X)
+    found.save(tmp_path / "rows.json")
+    note = "not measured, no gradient reached them: frozen"
+    assert str(found).splitlines()[-1] == note
+    assert note in fp8jax.advise(numerics.load(tmp_path / "rows.json"), target="h100").reasons
+    other = fp8jax.statistics(lambda params, x: loss(params, x, ()), ["current"])(params, X)
+    assert not any(
+        "not measured" in reason for reason in fp8jax.advise([found, other], target="h100").reasons
+    )
+    none = fp8jax.statistics(lambda params, x: loss(params, x, params), ["current"])(params, X)
+    with pytest.raises(ValueError, match="with rows; got none, not measured, .*: frozen, trained"):
+        fp8jax.advise(none, target="h100")
+
+
 def test_a_model_with_adapters_does_not_warn_of_its_state(recwarn):
     model = fp8jax.transform(Linen(), "te", lora=fp8jax.LoRA(rank=2))
     found = fp8jax.statistics(loss_of(model), ["te"])(model.init(jax.random.key(1), X), X)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from fp8jax import backends, scaling
 from fp8jax.inspect import targets
 from fp8jax.inspect.numerics.measures import OPERANDS, key_of
-from fp8jax.inspect.numerics.rows import WEAK, OperandRow, Rows, Statistics
+from fp8jax.inspect.numerics.rows import WEAK, OperandRow, Rows, Statistics, note_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
 from fp8jax.rewrite.rules import pattern_of
@@ -101,8 +101,11 @@ def advise(
     """
     series = _series(found)
     rows = _Measured.of(series)
-    if not rows.rows:
-        raise ValueError("`found`: expected statistics from `fp8jax.statistics` with rows; got none.")
+    measured = {row.layer for row in rows.rows}
+    not_measured = note_of(dict.fromkeys(x for each in series for x in each.unmeasured if x not in measured))
+    if not measured:
+        what = ", ".join(["none", *not_measured])
+        raise ValueError(f"`found`: expected statistics from `fp8jax.statistics` with rows; got {what}.")
     device = None if target is None else targets.get(target).as_device
     others = {name: each for name, each in COMPARED.items() if _runs(each, device) and rows.under(each)}
     chosen = _chosen(rows, recipe, others)
@@ -114,16 +117,15 @@ def advise(
     stale = {layer: why for layer, why in found_bad.items() if layer in healthy}
     reasons = [f"{layer}: {why} with {_name(own.get(layer, chosen))}" for layer, why in bad.items()]
     reasons = reasons or [_no_bad(rows.under(chosen, is_fresh=bool(stale)))]
-    number = len({row.layer for row in rows.rows})
     reasons += [
-        f"what if {other}: {len(_bad_layers(rows.under(each)))} of {number} layers are bad, "
+        f"what if {other}: {len(_bad_layers(rows.under(each)))} of {len(measured)} layers are bad, "
         f"{name} has {len(bad)}"
         for other, each in others.items()
         if each != chosen
     ]
     if stale:
         layer, why = next(iter(stale.items()))
-        share = f"{len(stale)} of {number}"
+        share = f"{len(stale)} of {len(measured)}"
         reasons.append(f"scaling=current: delayed scales alone make {share} layers bad, as {layer}: {why}")
     elif scaling.of_recipe(chosen).granularity == "tensor":
         reasons += _jumps([rows._replace(rows=each).under(chosen) for each in series], set(bad))
@@ -131,7 +133,7 @@ def advise(
     # A rule for a path comes first. `transform` refuses a later rule without any other layer.
     of_model = [rule for rule, layers in series[-1].rules if not set(layers) <= set(paths)]
     rules = dict.fromkeys([*(Rule(pattern_of(path)) for path in paths), *of_model])
-    return Advice(name, tuple(rules), tuple(reasons))
+    return Advice(name, tuple(rules), (*reasons, *not_measured))
 
 
 class _Measured(NamedTuple):

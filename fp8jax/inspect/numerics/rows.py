@@ -59,17 +59,23 @@ class Rows(tuple[OperandRow, ...]):
     Attributes:
         recipe: the recipe of a transformed model; None for a plain one, and in older files.
         rules: the rules of the model, or of `fp8jax.statistics` for a plain one.
+        unmeasured: the layers without rows, since no gradient reached them, as below a `stop_gradient`.
     """
 
     recipe: Recipe | None
     rules: tuple[UsedRule, ...]
+    unmeasured: tuple[str, ...]
 
     def __new__(
-        cls, rows: Iterable[OperandRow] = (), recipe: Recipe | None = None, rules: Iterable[UsedRule] = ()
+        cls,
+        rows: Iterable[OperandRow] = (),
+        recipe: Recipe | None = None,
+        rules: Iterable[UsedRule] = (),
+        unmeasured: Iterable[str] = (),
     ) -> "Rows":
         """The rows of a model."""
         new = super().__new__(cls, rows)
-        new.recipe, new.rules = recipe, tuple(rules)
+        new.recipe, new.rules, new.unmeasured = recipe, tuple(rules), tuple(unmeasured)
         return new
 
 
@@ -115,17 +121,20 @@ class Statistics:
     @property
     def rows(self) -> Rows:
         """The rows of all layers that were used, operand by operand."""
+        pairs = list(zip(jax.device_get(self.records), self.layers, strict=True))
         rows = (
             row
-            for records, layer in zip(jax.device_get(self.records), self.layers, strict=True)
+            for records, layer in pairs
             for index in np.ndindex(records.uses.shape)
             if records.uses[index]
             for row in _rows(layer, index, jax.tree.map(lambda x, at=index: x[at], records))
         )
-        return Rows(rows, self.recipe, self.rules)
+        unmeasured = (layer.layer for records, layer in pairs if not records.uses.any())
+        return Rows(rows, self.recipe, self.rules, unmeasured)
 
     def __str__(self) -> str:
-        return table(self.rows)
+        rows = self.rows
+        return "\n".join([table(rows), *note_of(rows.unmeasured)])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the rows as JSON, for `load` and `fp8jax advise`."""
@@ -143,6 +152,7 @@ def as_json(rows: Iterable[OperandRow]) -> str:
     content = {
         "recipe": None if rows.recipe is None else str(rows.recipe),
         "rules": [[rule.options(), layers] for rule, layers in rows.rules],
+        "unmeasured": rows.unmeasured,
         "rows": [{name: finite(x) for name, x in row._asdict().items()} for row in rows],
     }
     return json.dumps(content, indent=1, allow_nan=False, default=lambda number: number.item())  # NumPy's
@@ -160,7 +170,8 @@ def load(path: str | os.PathLike[str]) -> Rows:
             content = content if isinstance(content, dict) else {"rows": content}  # of version 0.1.0
             recipe = content.get("recipe")
             rules = [UsedRule(Rule(**rule), tuple(layers)) for rule, layers in content.get("rules", ())]
-            return Rows(map(_from_json, content["rows"]), recipe and Recipe.parse(recipe), rules)
+            of_model = recipe and Recipe.parse(recipe), rules, content.get("unmeasured", ())
+            return Rows(map(_from_json, content["rows"]), *of_model)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"`path`: expected rows of fp8jax.statistics in {path}; got {error}.") from None
 
@@ -189,6 +200,12 @@ def load_run(run: str | os.PathLike[str]) -> list[Rows]:
         f"`run`: expected a run of fp8jax.train with --statistics and a recipe in FP8; {run} has no "
         f"{FOLDER}/*.json."
     )
+
+
+def note_of(unmeasured: Iterable[str]) -> list[str]:
+    """A line that names the layers that were not measured; none without such layers."""
+    names = ", ".join(unmeasured)
+    return [f"not measured, no gradient reached them: {names}"] if names else []
 
 
 def table(rows: Iterable[OperandRow]) -> str:
