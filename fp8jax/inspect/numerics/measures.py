@@ -17,9 +17,8 @@ from fp8jax import formats, scaling
 from fp8jax.dot.layout import Side
 from fp8jax.dot.vjp import GEMMS, OPERANDS_OF
 from fp8jax.dot.weight import WHOLE
-from fp8jax.quantization import UNSET, ScaledArray, amax, as_codes, is_scaled, quantize_gradient
+from fp8jax.quantization import UNSET, ScaledArray, amax, as_codes, format_of, quantize_gradient
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite import Kernel
 from fp8jax.scaling import GRAD, LHS, RHS, State, eden
 from fp8jax.scaling.base import KernelMatrix
 from fp8jax.scaling.merge import is_state
@@ -70,19 +69,16 @@ def key_of(recipe: Recipe, operand: int) -> Recipe:
     return scaling.with_fresh_scales(replace(Recipe(), **changes))
 
 
-def operand_codes(
-    recipe: Recipe, operand: int, x: Any, side: Side, state: State | None, *, is_stored: bool = False
-) -> Codes | None:
+def operand_codes(recipe: Recipe, operand: int, x: Any, side: Side, state: State | None) -> Codes | None:
     """An operand as its first GEMM takes it; None if nothing rounds it.
 
     Args:
         recipe: the recipe.
         operand: `LHS`, `RHS`, `GRAD` or `WGRAD`.
-        x: the operand as a matrix; a kernel in its own shape.
+        x: the operand as a matrix; a kernel in its own shape, as the recipe stores it.
         side: the kernel's shape and matrix.
         state: the dot's scaling state. None, or a state without an amax yet, scales delayed scaling by the
             tensor's own amax.
-        is_stored: whether a kernel is as the recipe stores it.
     """
     if operand == WGRAD:
         return _codes(quantize_gradient(x)) if recipe.weight_grad == "E4M3" else None
@@ -99,8 +95,7 @@ def operand_codes(
         state = {**state, "scale": jnp.where(is_known, state["scale"], UNSET)}
     if operand == RHS:
         kernel = KernelMatrix(side, WHOLE)
-        stored = x if is_stored or is_scaled(x) else Kernel(recipe, (), 0).in_format(x)
-        residual, _ = chosen.prepare(state, stored, kernel, 0)
+        residual, _ = chosen.prepare(state, x, kernel, 0)
         q = chosen.kernel(state, residual, kernel, 0)
     else:
         (q, _), _ = chosen.quantize(state, operand, x, (True, False))
@@ -115,8 +110,7 @@ def operand_codes(
 
 
 def _codes(q: ScaledArray) -> Codes:
-    format = formats.get(next(each for each in formats.ALL if each.dtype == q.data.dtype))
-    return Codes(q.dequantize(), jnp.abs(q.data.astype(jnp.float32)) == format.max)
+    return Codes(q.dequantize(), jnp.abs(q.data.astype(jnp.float32)) == format_of(q).max)
 
 
 def measured(

@@ -20,7 +20,7 @@ from fp8jax.dot.row_tiles import ExpertSharding
 from fp8jax.inspect.numerics.measures import OPERANDS, WGRAD, channels, key_of, measured, operand_codes
 from fp8jax.quantization import value
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.plan import DotState, PlannedDot
+from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
 from fp8jax.scaling import GRAD, LHS, RHS
 from fp8jax.scaling.merge import broadcast_under_vmap, from_cotangents, to_cotangents
 from fp8jax.scaling.row_groups import starts_of
@@ -209,9 +209,10 @@ def _records(
     def measures(operand: int, number: int) -> Any:
         recipe, is_own = static.recipes[number], number == static.own
         x = as_given[operand]
-        x = value(x) if operand == RHS and not is_own else x
+        if operand == RHS and not is_own:
+            x = Kernel(recipe, (), 0).in_format(value(x))
         own_state = state if is_own else seeds[number]
-        codes = operand_codes(recipe, operand, x, layout.rhs, own_state or None, is_stored=is_own)
+        codes = operand_codes(recipe, operand, x, layout.rhs, own_state or None)
         return measured(
             plain[operand], codes, of_channels[operand], share if operand in (LHS, GRAD) else None
         )
