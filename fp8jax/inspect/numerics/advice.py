@@ -69,8 +69,7 @@ class Advice(NamedTuple):
 def recipe_for(target: str | targets.Target) -> str:
     """The recipe with small states that a GPU multiplies: `mxfp8+fp8`, `fp8`, or `bf16` without FP8 GEMMs."""
     device = targets.get(target).as_device
-    names = {"mxfp8+fp8": COMPARED["mxfp8"], "fp8": COMPARED["current"]}
-    return next((name for name, each in names.items() if _runs(each, device)), "bf16")
+    return next((name for name in ("mxfp8+fp8", "fp8") if _runs(Recipe.parse(name), device)), "bf16")
 
 
 def advise(
@@ -88,8 +87,7 @@ def advise(
         recipe: the recipe to advise layers for. None is the recipe of the model that was measured; for a
             plain model the one of `mxfp8`, `current` and `block` with the fewest bad layers, of those that
             `found` has and the GPU multiplies. Under the model's recipe a layer with a rule is judged by the
-            rule's recipe. `te`, `O2` and `fp8` need rows of a recipe with the same
-            casts, such as `O2`.
+            rule's recipe. `te`, `O2` and `fp8` need rows of a recipe with the same casts, such as `O2`.
 
     Returns:
         The recipe, and a rule for each bad layer that keeps it in bfloat16, before the rules of the model
@@ -111,15 +109,13 @@ def advise(
     chosen = _chosen(rows, recipe, others)
     name, own = _name(chosen), rows.own if chosen == rows.model else {}
     backends.choose("auto", scaling.of_recipe(chosen).granularity, device=device)
-    found_bad, fresh = _bad_layers(rows.under(chosen)), rows.under(chosen, is_fresh=True)
-    healthy = {row.layer for row in fresh} - set(_bad_layers(fresh))  # with scales of the same batch
-    bad = {layer: why for layer, why in found_bad.items() if layer not in healthy}
-    stale = {layer: why for layer, why in found_bad.items() if layer in healthy}
+    fresh = {row.layer for row in rows.under(chosen, is_fresh=True)}
+    healthy, bad = fresh - rows.bad(chosen, is_fresh=True).keys(), rows.bad(chosen)
+    stale = {layer: bad.pop(layer) for layer in list(bad) if layer in healthy}
     reasons = [f"{layer}: {why} with {_name(own.get(layer, chosen))}" for layer, why in bad.items()]
     reasons = reasons or [_no_bad(rows.under(chosen, is_fresh=bool(stale)))]
     reasons += [
-        f"what if {other}: {len(_bad_layers(rows.under(each)))} of {len(measured)} layers are bad, "
-        f"{name} has {len(bad)}"
+        f"what if {other}: {len(rows.bad(each))} of {len(measured)} layers are bad, {name} has {len(bad)}"
         for other, each in others.items()
         if each != chosen
     ]
@@ -176,6 +172,15 @@ class _Measured(NamedTuple):
         # All recipes without FP8 weight gradients have the same rows of these.
         return found if any(row.operand == OPERANDS[LHS] for row in found) else []
 
+    def bad(self, recipe: Recipe, *, is_fresh: bool = False) -> dict[str, str]:
+        """The bad layers, each with its worst figure."""
+        worst: dict[str, tuple[float, str]] = {}
+        for row in self.under(recipe, is_fresh=is_fresh):
+            for badness, why in _faults(row):
+                if badness > worst.get(row.layer, (0.0, ""))[0]:
+                    worst[row.layer] = (badness, f"{row.operand}{row.place}: {why}")
+        return {layer: why for layer, (_, why) in worst.items()}
+
 
 def _series(found: Any) -> list[Rows]:
     """The rows of each batch."""
@@ -211,18 +216,7 @@ def _chosen(rows: _Measured, recipe: Recipe | str | None, others: dict[str, Reci
             f"`found`: expected rows of {', '.join(COMPARED)}, whichever the GPU multiplies; got rows of "
             f"{measured}. Measure these `recipes`, or name one."
         )
-    return min(others.values(), key=lambda each: len(_bad_layers(rows.under(each))))
-
-
-def _bad_layers(rows: Iterable[OperandRow]) -> dict[str, str]:
-    """The bad layers, each with its worst figure."""
-    worst: dict[str, tuple[float, str]] = {}
-    for row in rows:
-        for badness, why in _faults(row):
-            if badness > worst.get(row.layer, (0.0, ""))[0]:
-                place = "".join(f"[{number}]" for number in row.at)
-                worst[row.layer] = (badness, f"{row.operand}{place}: {why}")
-    return {layer: why for layer, (_, why) in worst.items()}
+    return min(others.values(), key=lambda each: len(rows.bad(each)))
 
 
 def _faults(row: OperandRow) -> Iterable[tuple[float, str]]:

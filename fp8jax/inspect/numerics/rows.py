@@ -48,9 +48,14 @@ class OperandRow(NamedTuple):
     channels: int  # inputs for an input, outputs for an output gradient, both for a kernel and its gradient
 
     @property
+    def place(self) -> str:
+        """The index in a scan and of the expert, as text."""
+        return "".join(f"[{number}]" for number in self.at)
+
+    @property
     def name(self) -> str:
         """The layer's path, with the index in a scan and of the expert."""
-        return self.layer + "".join(f"[{number}]" for number in self.at)
+        return self.layer + self.place
 
 
 class Rows(tuple[OperandRow, ...]):
