@@ -125,6 +125,11 @@ def test_any_position_can_be_gone_back_to(taken):
     assert numbers(part) == [rows[2:] for rows in expected[taken:]]
 
 
+def test_a_position_has_no_numbers_of_numpy():
+    state = loader_of(seed=np.int64(0), batch=np.int64(4)).state()
+    assert json.loads(json.dumps(state)) == loader_of().state()
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

@@ -136,6 +136,7 @@ def test_values_out_of_range(values, says):
 def test_numbers_of_numpy_and_paths():
     settings = Settings(steps=np.int64(3), min_lr=np.float32(0.5), rate=1, recipe=pathlib.Path("x"))
     assert (settings.steps, settings.min_lr, settings.rate) == (3, 0.5, 1)
+    assert type(settings.steps) is int and type(settings.min_lr) is float  # as JSON can hold them
     saved = {"steps": 3, "min_lr": 0.5, "bias": False, "rate": 1, "recipe": "x"}
     assert config.saved_options(settings) == json.loads(json.dumps(saved)) == saved
 

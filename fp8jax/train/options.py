@@ -25,6 +25,8 @@ import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from fp8jax.extras import need
 from fp8jax.recipe import yaml_file
 
@@ -69,12 +71,18 @@ def fixed_options(cls: Any) -> set[str]:
 
 
 def validate(config: Any) -> None:
-    """Raises ValueError for the first option of a wrong type or out of its range; for `__post_init__`."""
+    """Raises ValueError for the first option of a wrong type or out of its range; for `__post_init__`.
+
+    Numbers of NumPy become Python's, which JSON can hold.
+    """
     for field in dataclasses.fields(config):
         value, rules = getattr(config, field.name), field.metadata
         if not any(_is_a(value, kind) for kind in _types(field)):
             expected = " or ".join(kind.__name__ for kind in _types(field))
             raise ValueError(f"{_flag(field)} must be of type {expected}; got {reprlib.repr(value)}")
+        if isinstance(value, np.generic):
+            value = value.item()
+            object.__setattr__(config, field.name, value)
         if isinstance(value, str):
             if not value.isprintable():
                 raise ValueError(f"{_flag(field)} must be printable text; got {value!a}")

@@ -100,7 +100,8 @@ class Loader(Iterator[Any]):
                 "`source` is a np.memmap, which pickles as a copy: give a TokenFile, or workers=0"
             )
         self._workers, self._prefetch, self._taken = workers, prefetch, 0
-        self._order = {"seed": seed, "batch": batch, "examples": len(source), "shuffle": bool(shuffle)}
+        order = {"seed": int(seed), "batch": int(batch)}  # JSON holds no numbers of NumPy
+        self._order = {**order, "examples": len(source), "shuffle": bool(shuffle)}
         dataset = need("grain").MapDataset.source(examples)
         if shuffle:
             # Grain adds the epoch to its seed: unhashed, seed 1 would begin with the second epoch of seed 0.
