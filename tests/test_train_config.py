@@ -52,6 +52,21 @@ def test_file_and_command_line(tmp_path, yaml, argv, expected):
     }
 
 
+@pytest.mark.parametrize(
+    "argv, expected",
+    [
+        (["--steps", "7", "--no-bias", "--config", "1"], {"steps": 7, "bias": False}),
+        (["--config=1", "--steps=7", "--config", "2"], {"steps": 7, "bias": True, "recipe": "te"}),
+        (["--config=2", "--config", "1"], {"steps": 1, "bias": True, "recipe": "te"}),  # the last file
+    ],
+)
+def test_the_command_line_wins_wherever_a_file_stands(tmp_path, monkeypatch, argv, expected):
+    monkeypatch.chdir(tmp_path)
+    for name, more in (("1", "bias: true"), ("2", "recipe: te")):
+        (tmp_path / name).write_text(f"steps: {name}\n{more}")
+    assert config.read(Settings, argv) == expected
+
+
 # Nine levels of nine aliases: 3 GB.
 BOMB = "a: &a [" + 9 * "1, " + "]\n"
 BOMB += "".join(f"{b}: &{b} [{9 * f'*{a}, '}]\n" for a, b in itertools.pairwise("abcdefghi"))
@@ -92,6 +107,7 @@ def test_a_pipe_that_nobody_writes_to_is_refused(tmp_path):
         (None, ["--config=" + 20_000 * "["], "--config expects the path of a YAML file, not its content"),
         (None, ["--steps", 20_000 * "["], "\"steps\": Expected a <class 'int'>. Got value: [[["),
         (None, ["--config", "nowhere.yaml"], "File does not exist: "),
+        (None, ["--steps", "3", "--config"], "expected one argument"),
         (None, ["--config", "steps: 3"], "--config expects the path of a YAML file, not its content"),
         (None, ["--config", "/dev/null"], "--config /dev/null is no file; give a YAML file"),
         (None, ["--steps", 5000 * "9"], "Exceeds the limit"),

@@ -131,10 +131,11 @@ def read(cls: type, argv: Sequence[str] | None = None, description: str = "") ->
     for word, value in zip(argv, [*argv, None][1:], strict=True):
         if word.startswith("--") and (value == "" or re.fullmatch(r"--[\w-]+=", word)):
             raise ValueError(f"{word.rstrip('=')} got an empty text; leave it out for its default")
-    for path in _config_files(argv):
+    files, others = _without_files(argv)
+    for path in files:
         _check_file(path)
         _parse(parser, cls, ["--config", path], f"--config {path}: ")  # an error in it names it
-    given = _parse(parser, cls, argv)
+    given = _parse(parser, cls, [*(f"--config={path}" for path in files), *others])  # the last one wins
     given.pop("config", None)
     return given
 
@@ -151,11 +152,18 @@ def _parse(parser: Any, cls: type, argv: list[str], where: str = "") -> dict[str
         raise ValueError(f"{where}{message}{near}; --help lists the options") from None
 
 
-def _config_files(argv: list[str]) -> list[str]:
-    """The values of --config on a command line."""
-    following = zip(argv, argv[1:], strict=False)
-    found = [value for word, value in following if word == "--config"]
-    return found + [word.partition("=")[2] for word in argv if word.startswith("--config=")]
+def _without_files(argv: list[str]) -> tuple[list[str], list[str]]:
+    """The values of --config on a command line, and its other words."""
+    files, others, words = list[str](), list[str](), iter(argv)
+    for word in words:
+        value = next(words, None) if word == "--config" else None
+        if word.startswith("--config="):
+            value = word.partition("=")[2]
+        if value is None:
+            others.append(word)
+        else:
+            files.append(value)
+    return files, others
 
 
 def _check_file(path: str) -> None:
