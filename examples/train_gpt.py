@@ -63,9 +63,8 @@ def prepare(argv: Sequence[str] | None) -> Run:
     distributed.initialize(asked)
     folder = run_folder.choose(asked.out, resume=asked.resume, or_start=asked.or_start)
     names = [field.name for field in dataclasses.fields(Config)]
-    settings = run_folder.read(folder, names).settings
-    settings.pop("rows", None)
-    options = Config(**{**settings, **given})
+    settings = run_folder.read(folder, names).settings.items()
+    options = Config(**{**{name: value for name, value in settings if name in names}, **given})
     text = corpus.load(options.data)
     corpus.check_length(text, options.batch, options.context)
     sizes = {name: size for name, size in vars(options).items() if hasattr(GPTConfig, name)}

@@ -26,6 +26,7 @@ from fp8jax.train import Diverged, TrainConfig, Trainer, checkpoint, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run import checks
+from fp8jax.train.run.run import Run
 from fp8jax.train.run.validation import validator
 from fp8jax.train.run_folder import RunMetadata
 
@@ -635,6 +636,41 @@ def test_a_run_goes_on_with_its_batches_only(tmp_path, began, settings, says):
     assert f"has batches of {began} rows; got {trainer.rows}: " in str(caught.value) and says in str(
         caught.value
     )
+
+
+class Killed(BaseException):
+    """Leaves the folder of a run as a kill does."""
+
+
+def of_twin(**settings):
+    return Trainer(
+        Linen(), loss, TrainConfig(**SETTINGS | settings), jax.tree.map(lambda x: x[None], ROWS[0])
+    )
+
+
+def test_a_run_goes_on_with_its_twin_only(trainer, tmp_path, monkeypatch):
+    """A twin's options are the run's. Older runs have none of them, and go on with any."""
+
+    def killed(*args):
+        raise Killed
+
+    monkeypatch.setattr(Run, "begin", killed)
+    run = at(trainer, tmp_path)
+    with pytest.raises(Killed):
+        fit(run, ROWS, twin=of_twin(recipe="bf16", weight_decay=0.1))
+    is_same = {"recipe": "", "bf16": True, "weight_decay": 0.1, "logging_steps": 3}
+    with pytest.raises(Killed):
+        fit(run, ROWS, twin=of_twin(**is_same), resume=True)
+    began = r"has a twin with --recipe bf16 --weight-decay 0\.1"
+    other = of_twin(recipe="fp32", learning_rate=1.0)
+    with pytest.raises(ValueError, match=f"{began}; got --recipe fp32 --learning-rate 1.0; leave `twin` as"):
+        fit(run, ROWS, twin=other, resume=True)
+    with pytest.raises(ValueError, match=f"{began}; got none; leave `twin` as it was"):
+        fit(run, ROWS, resume=True)
+    settings = json.loads((tmp_path / "settings.json").read_text())["settings"]
+    write_settings(tmp_path, {name: settings[name] for name in settings if name != "of_twin"})
+    with pytest.raises(Killed):
+        fit(run, ROWS, twin=other, resume=True)
 
 
 class Plain(nn.Module):

@@ -109,7 +109,9 @@ def fit(
             report.check_about(about or {}, trainer)
             if twin and twin.config.precision == config.precision:
                 raise ValueError(f"`twin`: expected another recipe; both are {config.precision}")
-            settings = {**saved_options(options), "rows": trainer.rows}
+            settings = {**saved_options(options), run_folder.ROWS: trainer.rows}
+            if twin:
+                settings[run_folder.OF_TWIN] = checks.options_of_twin(twin.config, config)
             folder = run_folder.choose(config.output_dir, resume=resume, or_start=or_start, name="trainer")
             found = run_folder.read(folder, settings)
             examples = Examples(source, transform)

@@ -35,6 +35,8 @@ from fp8jax.train import checkpoint, distributed
 
 RUNS = pathlib.Path("runs")
 DATA = ("data", "`validation` rows", "`final_validation` rows")
+# Settings beside the options: rows of a batch, and the twin's options as `checks.options_of_twin` gives them.
+ROWS, OF_TWIN = "rows", "of_twin"
 _SETTINGS, _SAVED = "settings.json", "saved.json"
 # Errors of damaged JSON.
 _UNREADABLE = (OSError, RecursionError, LookupError, OverflowError, TypeError, ValueError)
@@ -125,7 +127,7 @@ def read(folder: pathlib.Path, names: Collection[str]) -> RunMetadata:
         raise ValueError(
             f"{path} is damaged ({reason}), so the run cannot be resumed; start a new run in another folder"
         ) from None
-    if not found.settings.keys() <= {*names, "rows"}:
+    if not found.settings.keys() <= {*names, ROWS, OF_TWIN}:
         raise ValueError(f"another version of this program made the run in {folder}; start a new run")
     return found
 
@@ -142,6 +144,12 @@ def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed
                 f"the run in {folder} has {flag} {value}, not {now.settings[name]}; leave {flag} as it was, "
                 "or start a new run in another folder"
             )
+    before, given = (each.settings.get(OF_TWIN) for each in (found, now))
+    if before and before != given:  # older runs have none
+        raise ValueError(
+            f"the run in {folder} has a twin with {before}; got {given or 'none'}; leave `twin` as it was, "
+            "or start a new run in another folder"
+        )
     parts = zip(DATA, found.data.split("; "), now.data.split("; "), strict=False)
     if found.settings and (other := [name for name, before, given in parts if before != given]):
         raise ValueError(

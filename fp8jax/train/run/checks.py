@@ -12,11 +12,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, PyTree
 
+from fp8jax.train.config import TrainConfig, fixed_options, saved_options
 from fp8jax.train.data.loader import Examples, Source
 from fp8jax.train.errors import Diverged
 from fp8jax.train.metrics import Curves
 from fp8jax.train.run import not_finite
-from fp8jax.train.run_folder import RunMetadata
+from fp8jax.train.run_folder import ROWS, RunMetadata
 from fp8jax.train.step.network import RunState
 from fp8jax.train.trainer import Trainer
 
@@ -132,6 +133,16 @@ def check_rows(trainer: Trainer, examples: Examples) -> None:
     )
 
 
+def options_of_twin(twin: TrainConfig, config: TrainConfig) -> str:
+    """The twin's recipe and, of its options that a resumed run cannot change, those that differ from the
+    trainer's, as flags."""
+    of_twin, of_trainer = saved_options(twin), saved_options(config)
+    names = fixed_options(TrainConfig) - {"recipe", "fp16", "bf16"}
+    others = {name: value for name, value in of_twin.items() if name in names and value != of_trainer[name]}
+    values = {"recipe": twin.precision, **others}
+    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
+
+
 def fingerprint(
     sources: Sequence[Source | None], transform: Callable[[Any], Any] | None, like: str = ""
 ) -> str:
@@ -152,7 +163,7 @@ def fingerprint(
 
 def check_batches(trainer: Trainer, folder: pathlib.Path, found: RunMetadata) -> None:
     """Raises ValueError if the trainer's batches have another number of rows than the run's."""
-    rows = found.settings.get("rows", trainer.rows)
+    rows = found.settings.get(ROWS, trainer.rows)
     if rows != trainer.rows:
         raise ValueError(
             f"the run in {folder} has batches of {rows} rows; got {trainer.rows}: devices "
