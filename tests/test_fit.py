@@ -638,6 +638,21 @@ def test_a_run_goes_on_with_its_batches_only(tmp_path, began, settings, says):
     )
 
 
+@pytest.mark.parametrize(
+    "settings, got",
+    [
+        ({"per_device_train_batch_size": 8}, "8 rows over 1"),
+        ({"devices": 2, "per_device_train_batch_size": 2}, "4 rows over 2"),
+    ],
+)
+def test_a_twin_has_the_same_batches(trainer, tmp_path, settings, got):
+    with pytest.raises(ValueError) as caught:
+        fit(at(trainer, tmp_path / "run"), ROWS, twin=of_twin(recipe="bf16", **settings))
+    says = "`twin`: expected batches of 4 rows over 1 devices, as the trainer's; got "
+    assert str(caught.value) == says + got
+    assert not (tmp_path / "run").exists()
+
+
 class Killed(BaseException):
     """Leaves the folder of a run as a kill does."""
 

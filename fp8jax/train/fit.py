@@ -91,9 +91,9 @@ def fit(
 
     Raises:
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
-            is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; one of
-            `validation` and `validation_loss` is missing; JSON cannot hold `about`; or the extra `train` is
-            not installed.
+            is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; the twin has the
+            trainer's recipe, or other batches or devices; one of `validation` and `validation_loss` is
+            missing; JSON cannot hold `about`; or the extra `train` is not installed.
         Diverged: a `BadInput`: the last `max_skipped_steps` steps, or all, were skipped, because gradients
             were not finite; or the state has such numbers when it is to be saved. It is then not saved, and
             the report is written.
@@ -107,17 +107,18 @@ def fit(
             for package in ("grain", "matplotlib", "rich"):
                 need(package)  # before any work is done
             report.check_about(about or {}, trainer)
-            if twin and twin.config.precision == config.precision:
-                raise ValueError(f"`twin`: expected another recipe; both are {config.precision}")
+            if twin:
+                checks.check_twin(twin, trainer)
             settings = {**saved_options(options), run_folder.ROWS: trainer.rows}
             if twin:
                 settings[run_folder.OF_TWIN] = checks.options_of_twin(twin.config, config)
             folder = run_folder.choose(config.output_dir, resume=resume, or_start=or_start, name="trainer")
             found = run_folder.read(folder, settings)
             examples = Examples(source, transform)
-            checks.check_rows(trainer, examples)
-            held_out = validation, validation if final_validation is None else final_validation
             trainers = [trainer, *([twin] if twin else [])]
+            for one in trainers:
+                checks.check_rows(one, examples)
+            held_out = validation, validation if final_validation is None else final_validation
             models = [Model(one, validator(one, held_out, transform, validation_loss)) for one in trainers]
             sources = source, validation, final_validation
             now = RunMetadata(settings, checks.fingerprint(sources, transform, found.data))

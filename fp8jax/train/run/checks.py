@@ -133,6 +133,18 @@ def check_rows(trainer: Trainer, examples: Examples) -> None:
     )
 
 
+def check_twin(twin: Trainer, trainer: Trainer) -> None:
+    """Raises ValueError if a twin has the trainer's recipe, or other batches or devices."""
+    if twin.config.precision == trainer.config.precision:
+        raise ValueError(f"`twin`: expected another recipe; both are {twin.config.precision}")
+    expected, got = ((one.rows, one.placement.mesh.size) for one in (trainer, twin))
+    if expected != got:
+        raise ValueError(
+            f"`twin`: expected batches of {expected[0]} rows over {expected[1]} devices, as the trainer's; "
+            f"got {got[0]} rows over {got[1]}"
+        )
+
+
 def options_of_twin(twin: TrainConfig, config: TrainConfig) -> str:
     """The twin's recipe and, of its options that a resumed run cannot change, those that differ from the
     trainer's, as flags."""
