@@ -1,6 +1,7 @@
 """The folder of a run."""
 
 import errno
+import functools
 import os
 import pathlib
 import resource
@@ -164,6 +165,29 @@ def test_settings_of_a_resumed_run(tmp_path):
         (tmp_path / "settings.json").write_text(damaged)
         with pytest.raises(ValueError, match=r"settings.json is damaged \("):
             run_folder.read(tmp_path, NAMES)
+
+
+@pytest.mark.parametrize(
+    "began, now, says",
+    [
+        ({"recipe": ""}, {"recipe": "fp8"}, None),  # the default
+        ({"recipe": "te,scaling=current"}, {"recipe": "current"}, None),
+        ({"recipe": "older"}, {"recipe": "older"}, None),
+        ({"recipe": "older"}, {"recipe": "te"}, "has --recipe older, not te; leave --recipe as it was"),
+        ({"recipe": ""}, {"recipe": "te"}, 'has --recipe "", not te; leave --recipe as it was'),
+        ({"rules": "a:O2"}, {"rules": ""}, 'has --rules a:O2, not ""; leave --rules as it was'),
+        ({"recipe": "", "bf16": True}, {"recipe": "fp8", "bf16": False}, "has --bf16 True, not False; leave"),
+    ],
+)
+def test_settings_are_compared_by_their_meaning(tmp_path, began, now, says):
+    check = functools.partial(
+        run_folder.check_same, tmp_path, RunMetadata(began, "text"), RunMetadata(now, "text"), set(began)
+    )
+    if says is None:
+        return check()
+    with pytest.raises(ValueError) as caught:
+        check()
+    assert says in str(caught.value)
 
 
 def test_a_run_that_does_not_compile_gives_its_folder_back(tmp_path):

@@ -21,6 +21,7 @@ from fp8jax.train.options import start_option as start_option
 from fp8jax.train.options import validate as validate
 
 AUTO = "auto"
+DEFAULT_RECIPE = "fp8"
 CHECKPOINTING = ("none", *POLICIES)
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -133,7 +134,7 @@ class TrainConfig(DeviceConfig):
     @property
     def precision(self) -> Recipe:
         """The recipe that `recipe`, `fp16` and `bf16` name, or the default."""
-        default = "fp16_amp" if self.fp16 else "bf16" if self.bf16 else "fp8"
+        default = "fp16_amp" if self.fp16 else "bf16" if self.bf16 else DEFAULT_RECIPE
         return Recipe.parse(self.recipe or default)
 
     @property

@@ -31,7 +31,9 @@ from jaxtyping import PyTree
 
 from fp8jax.inspect.numerics import OperandRow
 from fp8jax.inspect.numerics import rows as measured_rows
+from fp8jax.recipe import Recipe
 from fp8jax.train import checkpoint, distributed
+from fp8jax.train.config import DEFAULT_RECIPE
 
 RUNS = pathlib.Path("runs")
 DATA = ("data", "`validation` rows", "`final_validation` rows")
@@ -138,11 +140,12 @@ def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed
     `fixed` are the names of the settings that a resumed run cannot change.
     """
     for name, value in found.settings.items():
-        if name in fixed and now.settings[name] != value:
+        if name in fixed and not _is_same(name, value, now.settings[name]):
             flag = "--" + name.replace("_", "-")
+            before, given = ('""' if each == "" else each for each in (value, now.settings[name]))
             raise ValueError(
-                f"the run in {folder} has {flag} {value}, not {now.settings[name]}; leave {flag} as it was, "
-                "or start a new run in another folder"
+                f"the run in {folder} has {flag} {before}, not {given}; leave {flag} as it was, or start a "
+                "new run in another folder"
             )
     before, given = (each.settings.get(OF_TWIN) for each in (found, now))
     if before and before != given:  # older runs have none
@@ -156,6 +159,14 @@ def check_same(folder: pathlib.Path, found: RunMetadata, now: RunMetadata, fixed
             f"the run in {folder} began with other {other[0]}; give that, or start a new run in another "
             "folder"
         )
+
+
+def _is_same(name: str, before: Any, given: Any) -> bool:
+    """Whether two values of a setting mean the same: a recipe has several names, and may be left out."""
+    if name == "recipe":
+        with contextlib.suppress(ValueError):  # a recipe that this version does not know
+            before, given = (Recipe.parse(text or DEFAULT_RECIPE) for text in (before, given))
+    return before == given
 
 
 @contextlib.contextmanager
