@@ -551,6 +551,7 @@ WITHOUT_Y = [{"x": row["x"]} for row in ROWS]
         ),
         (ROWS, HELD_OUT, "`validation` and `validation_loss` go together"),
         (ROWS, {"validation_loss": loss}, "`validation` and `validation_loss` go together"),
+        (ROWS, {"final_validation": rows(9)}, "`final_validation` needs both"),
         (ROWS, {"validation": [], "validation_loss": loss}, "`validation` has 0 rows, fewer than the 1"),
         (ROWS, {"output": "taken"}, "taken holds a run already: add --resume to go on with it"),
         (ROWS, {"output": "file"}, "file is a file; give a folder for the run"),

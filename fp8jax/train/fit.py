@@ -93,7 +93,8 @@ def fit(
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
             is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; the twin has the
             trainer's recipe, or other batches or devices; one of `validation` and `validation_loss` is
-            missing; JSON cannot hold `about`; or the extra `train` is not installed.
+            missing, or both are and `final_validation` is given; JSON cannot hold `about`; or the extra
+            `train` is not installed.
         Diverged: a `BadInput`: the last `max_skipped_steps` steps, or all, were skipped, because gradients
             were not finite; or the state has such numbers when it is to be saved. It is then not saved, and
             the report is written.

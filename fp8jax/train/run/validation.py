@@ -23,8 +23,12 @@ def validator(
     It evaluates batches of a microbatch's rows on each device, at most `most`, and a smaller batch of the
     rows that are left, for which a second program is compiled. Up to devices - 1 rows are left out.
     """
-    if (sources[0] is None) != (loss is None):
-        raise ValueError("`validation` and `validation_loss` go together: rows, and the loss of them")
+    is_given = [each is not None for each in (*sources, loss)]
+    if is_given[0] != is_given[2] or is_given == [False, True, False]:
+        raise ValueError(
+            "`validation` and `validation_loss` go together: rows, and the loss of them; `final_validation` "
+            "needs both"
+        )
     if loss is None:
         return None
     evaluate, devices = trainer.evaluator(loss), trainer.placement.mesh.size
