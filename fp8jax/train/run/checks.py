@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, PyTree
 
+from fp8jax.recipe import Recipe
 from fp8jax.train.config import TrainConfig, fixed_options, saved_options
 from fp8jax.train.data.loader import Examples, Source
 from fp8jax.train.errors import Diverged
@@ -25,12 +26,12 @@ ROWS_TO_BLAME = 100  # of the data, that an error looks at
 
 
 def check_trained(
-    name: str, curves: Curves, most: int, examples: Examples, layer_of: Callable[[], str]
+    recipe: Recipe, curves: Curves, most: int, examples: Examples, layer_of: Callable[[], str]
 ) -> None:
     """Raises Diverged if the last `most` steps were skipped.
 
     Args:
-        name: of the model.
+        recipe: of the model.
         curves: of the model.
         most: `max_skipped_steps`, or all steps of the run.
         examples: rows of the data, to blame.
@@ -54,10 +55,11 @@ def check_trained(
     )
     layer = layer_of()
     raise Diverged(
-        f"{name}: nothing is trained: the last {most} steps were all skipped, because gradients were "
+        f"{recipe}: nothing is trained: the last {most} steps were all skipped, because gradients were "
         f"infinite or not a number; the first of them was step {trained + 1}; {cause}; "
         + (f"the first layer that computed one was {layer}; " if layer else "")
-        + "run the recipe bf16 to see whether FP8 matters, and look for more with JAX_DEBUG_NANS=true"
+        + ("run the recipe bf16 to see whether FP8 matters; " if recipe.is_quantized else "")
+        + "JAX_DEBUG_NANS=true names the operation in a loop of your own"
     )
 
 

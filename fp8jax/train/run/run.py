@@ -168,7 +168,8 @@ class Run:
                         writer.write(end, model.name, line)
                     if writer and self.callback:
                         self.callback(end, model.name, line)
-                    checks.check_trained(model.name, model.curves, most, self.examples, model.bad_layer)
+                    recipe = model.trainer.config.precision
+                    checks.check_trained(recipe, model.curves, most, self.examples, model.bad_layer)
                 progress.show()
                 if end % config.save_steps == 0 or end == last:
                     self.save()
