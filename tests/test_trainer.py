@@ -394,6 +394,46 @@ def test_what_a_step_changes_and_shows():
         trainer.step(trainer.init(), rows(3))
 
 
+@pytest.mark.parametrize("name", ["dropout"])
+def test_each_call_in_a_loss_has_random_numbers_of_its_own(name):
+    """Or the consistency of two calls, as of R-Drop and SimCSE, would be trivial."""
+
+    class Random(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(WIDTH)(x)
+            return x + jax.random.normal(self.make_rng(name), x.shape)
+
+    def consistency(model, x):
+        return jnp.mean((model(x) - model(x)) ** 2)
+
+    x = np.ones((8, WIDTH), np.float32)
+    trainer = Trainer(Random(), consistency, TrainConfig(recipe="te"), x)
+    state, losses = trainer.init(), []
+    assert len(trainer.kernels) == 1 and "1 of 1 layers in FP8" in trainer.layers
+    for _ in range(2):
+        state, metrics = trainer.step(state, x)
+        losses.append(float(metrics.loss))
+    assert min(losses) > 1 and losses[0] != losses[1]  # 2, the variance of a difference
+    assert trainer.statistics(state, x).rows
+
+
+def test_the_first_call_has_the_key_of_its_step():
+    """So a run that began with an older version goes on with the same dropout."""
+
+    class Dropped(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dropout(0.5, deterministic=False)(nn.Dense(WIDTH)(x))
+
+    x, key = np.ones((8, WIDTH), np.float32), jax.random.key(1)
+    trainer = Trainer(Dropped(), lambda model, x: jnp.mean(model(x)), TrainConfig(recipe="fp32"), x)
+    variables = trainer.init().variables
+    found, _, _ = trainer.network.gradients(variables, x, key)
+    expected = trainer.model.apply(variables, x, rngs={"dropout": jax.random.split(key, 1)[0]})
+    assert found == jnp.mean(expected) != 0
+
+
 def test_a_plan_is_the_trainers_program():
     config = TrainConfig(devices=2, zero=1, recipe="O2", per_device_train_batch_size=4)
     trainer = Trainer(Plain(), loss, config, rows(1))

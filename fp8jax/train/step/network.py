@@ -10,6 +10,7 @@ an NNX model the module. It is a mean over the rows of the batch.
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ from fp8jax.inspect.numerics import Statistics, statistics
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
+from fp8jax.train.step.calls import Recording, shapes, streams
 from fp8jax.train.step.checks import checked
 from fp8jax.variables import OURS, PARAMS, SCALING
 
@@ -200,18 +202,18 @@ class _Linen(_Network):
         args, kwargs = calls[0]
         own = [name for name in variables if name not in OURS]
         with warnings.catch_warnings(action="ignore", category=UserWarning):  # `init` has warned
-            return self.model.kernels(variables, *args, **kwargs, rngs={"dropout": key}, mutable=own)
+            return self.model.kernels(variables, *args, **kwargs, rngs=streams(key), mutable=own)
 
     def _initialized(self, key: PRNGKeyArray, batch: PyTree, calls: list[Any], model: Any) -> dict[str, Any]:
         """New variables of the model, or of the plain module; appends the shapes of its calls to `calls`."""
         variables: dict[str, Any] = {}
 
         def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
-            calls.append(_shapes((args, kwargs)))
+            calls.append(shapes((args, kwargs)))
             if variables:
-                return model.apply(variables, *args, mutable=mutable, rngs={"dropout": key}, **kwargs)
-            streams = {PARAMS: key, "dropout": jax.random.fold_in(key, 1)}
-            out, new = model.init_with_output(streams, *args, **kwargs)
+                return model.apply(variables, *args, mutable=mutable, rngs=streams(key), **kwargs)
+            first = {PARAMS: key, "dropout": jax.random.fold_in(key, 1)}
+            out, new = model.init_with_output(first, *args, **kwargs)
             variables.update(new)
             return out if mutable is False else (out, {})
 
@@ -224,11 +226,12 @@ class _Linen(_Network):
         """The loss, and the collections that the model changed."""
         changeable = [name for name in variables if name not in OURS]
         others: dict[str, Any] = {}
+        numbers = itertools.count()
 
         def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
             inside = {**variables, **others}
             asked = [mutable] if isinstance(mutable, str) else list(mutable or ())
-            rngs = {"dropout": key} if rngs is None else rngs
+            rngs = streams(key, next(numbers)) if rngs is None else rngs
             out, new = self.model.apply(inside, *args, mutable=[*changeable, *asked], rngs=rngs, **kwargs)
             others.update({name: new[name] for name in changeable if name in new})
             return out if mutable is False else (out, {name: new[name] for name in asked if name in new})
@@ -307,7 +310,7 @@ class _NNX(_Network):
         calls: list[Any] = []
 
         def traced(variables: PyTree, batch: PyTree) -> Float[Array, ""]:
-            return self.loss(_Recording(self._module(variables), calls), batch)
+            return self.loss(Recording(self._module(variables), calls), batch)
 
         jax.eval_shape(traced, self.variables, batch)
         return self._report(self._module(self.variables), calls)
@@ -322,23 +325,3 @@ class _NNX(_Network):
 
 # By the names of `adapters.adapter.FRAMEWORKS`.
 NETWORKS: dict[str, type[_Linen] | type[_NNX]] = {"linen": _Linen, "nnx": _NNX}
-
-
-class _Recording:
-    """A module that records the shapes of its calls."""
-
-    def __init__(self, module: Any, calls: list[Any]) -> None:
-        self._module, self._calls = module, calls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls.append(_shapes((args, kwargs)))
-        return self._module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _shapes(tree: PyTree) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, tree
-    )

@@ -1,0 +1,33 @@
+"""The calls of a model in a loss: their shapes, and a Linen model's random streams."""
+
+from typing import Any
+
+import jax
+from jaxtyping import PRNGKeyArray, PyTree
+
+
+def streams(key: PRNGKeyArray, number: int = 0) -> dict[str, PRNGKeyArray]:
+    """The random streams of call `number`, each with numbers of its own."""
+    return {"dropout": jax.random.fold_in(key, 2 * number) if number else key}
+
+
+class Recording:
+    """A module that records the shapes of its calls."""
+
+    def __init__(self, module: Any, calls: list[Any]) -> None:
+        self._module, self._calls = module, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's result."""
+        self._calls.append(shapes((args, kwargs)))
+        return self._module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def shapes(tree: PyTree) -> Any:
+    """Shapes and dtypes in the place of arrays."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, tree
+    )
