@@ -394,7 +394,7 @@ def test_what_a_step_changes_and_shows():
         trainer.step(trainer.init(), rows(3))
 
 
-@pytest.mark.parametrize("name", ["dropout"])
+@pytest.mark.parametrize("name", ["dropout", "noise"])
 def test_each_call_in_a_loss_has_random_numbers_of_its_own(name):
     """Or the consistency of two calls, as of R-Drop and SimCSE, would be trivial."""
 

@@ -5,10 +5,16 @@ from typing import Any
 import jax
 from jaxtyping import PRNGKeyArray, PyTree
 
+from fp8jax.variables import PARAMS
+
 
 def streams(key: PRNGKeyArray, number: int = 0) -> dict[str, PRNGKeyArray]:
-    """The random streams of call `number`, each with numbers of its own."""
-    return {"dropout": jax.random.fold_in(key, 2 * number) if number else key}
+    """The random streams of call `number`, each with numbers of its own.
+
+    Flax takes those of `PARAMS` for every stream without a key, such as a VAE's noise.
+    """
+    dropout = jax.random.fold_in(key, 2 * number) if number else key
+    return {"dropout": dropout, PARAMS: jax.random.fold_in(key, 2 * number + 1)}
 
 
 class Recording:
