@@ -418,6 +418,35 @@ def test_each_call_in_a_loss_has_random_numbers_of_its_own(name):
     assert trainer.statistics(state, x).rows
 
 
+class Coder(nn.Module):
+    def setup(self):
+        self.down, self.up = nn.Dense(WIDTH), nn.Dense(WIDTH)
+        self.norm = nn.BatchNorm(use_running_average=False)
+
+    def encode(self, x):
+        return self.down(x)
+
+    def decode(self, z):
+        return self.up(self.norm(z))
+
+    def both(self, x):
+        return self.decode(self.encode(x))
+
+
+@pytest.mark.parametrize("name", ["decode", "up"])
+def test_the_first_call_makes_all_variables(name):
+    def by_parts(model, x):
+        z = model(x, method="encode")
+        return jnp.mean(model(z, method=lambda coder, z: getattr(coder, name)(z)))
+
+    x = np.ones((8, WIDTH), np.float32)
+    trainer = Trainer(Coder(), by_parts, TrainConfig(recipe="te"), x)
+    with pytest.raises(ValueError, match=r"`loss`: expected its first call .* others: .*\. Write a method"):
+        trainer.init()
+    whole = Trainer(Coder(), lambda model, x: jnp.mean(model(x, method="both")), TrainConfig(recipe="te"), x)
+    assert np.isfinite(whole.step(whole.init(), x)[1].loss) and len(whole.kernels) == 2
+
+
 def test_the_first_call_has_the_key_of_its_step():
     """So a run that began with an older version goes on with the same dropout."""
 

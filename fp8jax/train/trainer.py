@@ -175,7 +175,8 @@ class Trainer:
 
         Raises:
             TypeError: `plain` is given for an NNX module.
-            ValueError: `plain` has other names or shapes.
+            ValueError: `plain` has other names or shapes; or a later call of the loss reaches variables of a
+                Linen model that its first call does not.
         """
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._batch(self._rows(1)))
         state = self._compiled_init(self.key, zeros)

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import errors, nnx
 from flax import linen as nn
-from flax import nnx
 from jaxtyping import Array, Float, Int32, PRNGKeyArray, PyTree
 
 from fp8jax import adapters
@@ -39,6 +39,12 @@ from fp8jax.train.step.checks import checked
 from fp8jax.variables import OURS, PARAMS, SCALING
 
 Loss = Callable[[Any, PyTree], Float[Array, ""]]
+# Flax's errors of a call that reaches variables that there are not.
+_MISSING = (
+    errors.ScopeParamNotFoundError,
+    errors.ScopeCollectionNotFound,
+    errors.ScopeVariableNotFoundError,
+)
 
 
 class RunState(NamedTuple):
@@ -211,7 +217,15 @@ class _Linen(_Network):
         def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
             calls.append(shapes((args, kwargs)))
             if variables:
-                return model.apply(variables, *args, mutable=mutable, rngs=streams(key), **kwargs)
+                try:
+                    return model.apply(variables, *args, mutable=mutable, rngs=streams(key), **kwargs)
+                except _MISSING as error:
+                    others = str(error).partition(" (http")[0]
+                    raise ValueError(
+                        "`loss`: expected its first call of the model to reach all variables; a later call "
+                        f"reaches others: {others} Write a method of the module that makes all calls, and "
+                        "call that: model(..., method=...)."
+                    ) from None
             first = {PARAMS: key, "dropout": jax.random.fold_in(key, 1)}
             out, new = model.init_with_output(first, *args, **kwargs)
             variables.update(new)
