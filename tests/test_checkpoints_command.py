@@ -99,7 +99,8 @@ def test_export_of_a_run(program, trained, tmp_path, recipe, options, names, for
         config=OF_GPT2,
         format=format,
     )
-    assert done.stdout == f"{report}\n" and "unchanged" in done.stdout
+    assert done.stdout == f"{report._replace(step=2)}\n" and done.stdout.startswith(f"{format}, of step 2\n")
+    assert "unchanged" in done.stdout
     for name in (CONFIG, "model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "want" / name).read_bytes()
     if options:
@@ -161,7 +162,10 @@ def test_export_of_an_nnx_run(tmp_path, recipe, format):
     options = {"mapping": NAMES_OF_NNX, "config": OF_GPT2, "format": format}
     report = export(run, tmp_path / "out", **options)
     want = save(tmp_path / "want", module, **options)
-    assert report == want and sum(row.is_unchanged for row in report.rows if row.is_quantized) == 2
+    assert (
+        report == want._replace(step=2)
+        and sum(row.is_unchanged for row in report.rows if row.is_quantized) == 2
+    )
     for name in (CONFIG, "model.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "want" / name).read_bytes()
 
@@ -251,6 +255,19 @@ def test_export_refuses(trained, tmp_path, monkeypatch, capsys, change, argument
     assert (status, printed.out, printed.err.count("\n")) == (2, "", 1)
     assert printed.err.startswith("fp8jax export: ") and says in printed.err
     assert set(os.listdir(tmp_path)) - {"__pycache__"} == set(before)
+
+
+def test_export_names_damaged_checkpoints(tmp_path, capsys):
+    """And the step that it took instead."""
+    run, _ = run_of_nnx(tmp_path, recipe="bf16", save_steps=1)
+    newest = run / "checkpoints/step_00000002"
+    (newest / "state/manifest.ocdbt").write_bytes(b"")
+    capsys.readouterr()
+    report = export(run, tmp_path / "out", mapping=NAMES_OF_NNX, config=OF_GPT2, format="fp32")
+    assert report.step == 1 and str(report).splitlines()[0] == "fp32, of step 1"
+    assert capsys.readouterr().err == (
+        f"warning: skipping {newest}: state/manifest.ocdbt is missing or damaged\n"
+    )
 
 
 def test_export_overwrites_nothing(trained, tmp_path):

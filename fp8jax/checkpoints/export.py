@@ -32,6 +32,7 @@ class ExportReport(NamedTuple):
 
     format: str
     rows: tuple[ExportRow, ...]
+    step: int | None = None  # of the checkpoint of a run, from `train.export`
 
     def __str__(self) -> str:
         def answer(row: ExportRow) -> str:
@@ -42,7 +43,8 @@ class ExportReport(NamedTuple):
             return "quantized, exact" if row.sqnr == math.inf else f"quantized, SQNR {row.sqnr:.1f} dB"
 
         width = max((len(row.name) for row in self.rows), default=0)
-        return "\n".join([self.format, *(f"{row.name:<{width}}  {answer(row)}" for row in self.rows)])
+        first = self.format if self.step is None else f"{self.format}, of step {self.step}"
+        return "\n".join([first, *(f"{row.name:<{width}}  {answer(row)}" for row in self.rows)])
 
 
 def save(

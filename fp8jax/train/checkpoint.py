@@ -127,6 +127,8 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
 def read_variables(folder: pathlib.Path) -> Checkpoint:
     """Reads the variables of a run's first model from its newest checkpoint that is not damaged.
 
+    Each damaged newer one gets a warning.
+
     Returns:
         The checkpoint; its state is nested dicts of arrays and `ScaledArray`s, on one device, as Linen's
         variables are.
@@ -138,6 +140,8 @@ def read_variables(folder: pathlib.Path) -> Checkpoint:
     for step, path, content in _whole(folder, skipped):
         variables = _variables_in(path)
         boxed = _boxed(content) if PARAMS in variables else ()  # in NNX each array is in a variable
+        for reason in skipped:
+            distributed.warn(f"skipping {reason}")
         return Checkpoint(step, _with_scaled(variables, boxed), content)
     why = f"the checkpoints are damaged: {skipped[0]}" if skipped else "no checkpoint is there"
     raise ValueError(f"{folder} cannot be read: {why}")

@@ -32,6 +32,8 @@ def export(
 ) -> ExportReport:
     """Writes the newest undamaged checkpoint of a run as a Hugging Face folder; see `checkpoints.save`.
 
+    Each damaged newer checkpoint gets a warning, and the report says the step.
+
     Args:
         run: the folder of a run of `fit`, or of its checkpoints. Of a run with a twin the model is the
             recipe's.
@@ -52,4 +54,5 @@ def export(
             "which is another one. Restore it into its model, and call `fp8jax.checkpoints.save`."
         )
     planned = {tuple(path.split("/")): Kernel.from_json(values) for path, values in kernels.items()}
-    return write(folder, with_kernels(variables, planned), mapping, config, format, max_shard_bytes)
+    report = write(folder, with_kernels(variables, planned), mapping, config, format, max_shard_bytes)
+    return report._replace(step=found.step)
