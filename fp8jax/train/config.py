@@ -90,7 +90,7 @@ class TrainConfig(DeviceConfig):
         choices=OPTIMIZERS,
     )
     learning_rate: float = option(5e-5, "learning rate after the warm-up", least=0)
-    min_learning_rate: float = option(0.0, "learning rate at the last step; not for constant", least=0)
+    min_learning_rate: float = option(0.0, "learning rate after the last step; not for constant", least=0)
     lr_scheduler_type: str = option("linear", "decay of the rate", choices=SCHEDULES)
     warmup_steps: int = option(0, "steps of the linear warm-up", least=0)
     max_steps: int = option(1000, "optimizer steps", least=1)
