@@ -499,6 +499,12 @@ def test_rows_have_the_dtypes_of_arrays_on_a_device():
         trainer.check({"x": np.ones((2, 4), np.int64)})
 
 
+@pytest.mark.parametrize("example, where", [({"tokens": [[0] * 17]}, r"\['tokens'\]\[0\]\[0\]"), (3, "")])
+def test_an_example_has_arrays(example, where):
+    with pytest.raises(TypeError, match=f"`example{where}`: expected an array; got a int. Lists of numbers"):
+        Trainer(Plain(), loss, TrainConfig(), example)
+
+
 def test_tensors_of_torch_are_batches():
     torch = pytest.importorskip("torch")
     batch = {"x": torch.arange(8, dtype=torch.float64).reshape(2, 4)}

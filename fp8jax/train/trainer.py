@@ -68,7 +68,7 @@ class Trainer:
             example: a batch of any number of rows.
 
         Raises:
-            TypeError: the model is no Flax module.
+            TypeError: the model is no Flax module, or a part of `example` is no array.
             ValueError: the options contradict each other, or one row does not fit into the memory.
         """
         if config.compile_cache:

@@ -68,7 +68,17 @@ def _described(tree: PyTree) -> dict[str, str]:
 
 
 def shapes_of(tree: PyTree) -> PyTree:
-    """Shapes and dtypes, as arrays have them on a device: float32 for NumPy's float64."""
+    """Shapes and dtypes, as arrays have them on a device: float32 for NumPy's float64.
+
+    Raises:
+        TypeError: a leaf of the tree, the `example` of a trainer, is no array.
+    """
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not hasattr(leaf, "dtype"):
+            raise TypeError(
+                f"`example{jax.tree_util.keystr(path)}`: expected an array; got a {type(leaf).__name__}. "
+                "Lists of numbers are no arrays: give np.asarray(...) of them."
+            )
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), _dtype(x)), tree)
 
 
