@@ -63,6 +63,15 @@ def test_checkpoint_keeps_every_bit(saved):
     assert found.metadata["loss"] == [0.1 * 4, float("inf")] and found.metadata["data"] == {"taken": 4}
 
 
+def test_a_folder_may_be_a_text(tmp_path):
+    state = {"w": jnp.ones(3)}
+    assert checkpoint.save(str(tmp_path), 1, [state]).parent == tmp_path
+    found, skipped = checkpoint.restore(str(tmp_path), like=[state])
+    assert found.step == 1 and skipped == []
+    with pytest.raises(ValueError, match="is no checkpoint of `fp8jax.train.fit`"):
+        checkpoint.read_variables(str(tmp_path))
+
+
 def test_only_the_newest_are_kept(saved):
     assert sorted(path.name for path in saved.iterdir()) == [f"step_0000000{n}" for n in (2, 3, 4)]
 

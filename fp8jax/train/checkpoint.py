@@ -55,7 +55,11 @@ class Checkpoint(NamedTuple):
 
 
 def save(
-    folder: pathlib.Path, step: int, state: PyTree, metadata: dict[str, Any] | None = None, run: str = ""
+    folder: str | os.PathLike[str],
+    step: int,
+    state: PyTree,
+    metadata: dict[str, Any] | None = None,
+    run: str = "",
 ) -> pathlib.Path:
     """Writes a checkpoint and deletes all but the newest three; all processes have to call it.
 
@@ -74,7 +78,7 @@ def save(
         OSError: the folder cannot be written; older checkpoints stay as they were.
     """
     content = json.loads(json.dumps({"step": step, "run": run, "arrays": _arrays(state), **(metadata or {})}))
-    folder = folder.resolve()
+    folder = pathlib.Path(folder).resolve()
     path = _path(folder, step)
     try:
         distributed.decide(lambda: _make_room(folder, step))
@@ -95,7 +99,9 @@ def save(
     return path
 
 
-def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoint | None, list[str]]:
+def restore(
+    folder: str | os.PathLike[str], like: PyTree, run: str = ""
+) -> tuple[Checkpoint | None, list[str]]:
     """Reads the newest checkpoint that is not damaged; all processes read the same one.
 
     Args:
@@ -111,7 +117,7 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
     Raises:
         ValueError: the newest undamaged checkpoint is of another run or another model.
     """
-    folder, skipped = folder.resolve(), list[str]()
+    folder, skipped = pathlib.Path(folder).resolve(), list[str]()
     for step, path, content in _whole(folder, skipped):
         is_old = are_old(content["arrays"])
         saved = without_one(like) if is_old else like
@@ -124,7 +130,7 @@ def restore(folder: pathlib.Path, like: PyTree, run: str = "") -> tuple[Checkpoi
     return None, skipped
 
 
-def read_variables(folder: pathlib.Path) -> Checkpoint:
+def read_variables(folder: str | os.PathLike[str]) -> Checkpoint:
     """Reads the variables of a run's first model from its newest checkpoint that is not damaged.
 
     Each damaged newer one gets a warning.
@@ -136,7 +142,7 @@ def read_variables(folder: pathlib.Path) -> Checkpoint:
     Raises:
         ValueError: there is no such checkpoint, or it has another state than a run's.
     """
-    folder, skipped = folder.resolve(), list[str]()
+    folder, skipped = pathlib.Path(folder).resolve(), list[str]()
     for step, path, content in _whole(folder, skipped):
         variables = _variables_in(path)
         boxed = _boxed(content) if PARAMS in variables else ()  # in NNX each array is in a variable
