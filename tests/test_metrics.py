@@ -1,8 +1,11 @@
 """Scales, bytes, curves, and the files of metrics."""
 
+import contextlib
 import json
 import os
 import pathlib
+import resource
+import signal
 import sys
 
 import flax.linen as nn
@@ -247,6 +250,23 @@ def test_a_file_of_metrics_that_is_none_is_named(tmp_path, make):
     make(tmp_path / "metrics.jsonl")
     with pytest.raises(OSError, match="metrics.jsonl is no file; move it away and resume"):
         MetricsWriter(tmp_path, 0)
+
+
+def test_a_full_disk_names_the_file_of_metrics(tmp_path):
+    """The part of a line that was written is left out when the run is resumed."""
+    writer, file = MetricsWriter(tmp_path, 0), tmp_path / "metrics.jsonl"
+    writer.write(10, "O2", {"loss": 2.0})
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(OSError) as caught, contextlib.closing(writer):
+            writer.write(20, "O2", {"loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert str(caught.value) == f"{file} cannot be written (File too large); mend that and resume the run"
+    MetricsWriter(tmp_path, 20).close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [10]
 
 
 def test_tensorboard_is_optional(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ The scaling state after a step says how well its FP8 casts fitted: the newest am
 the scale before the step, times the largest value of the format, is the range that the cast had.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
@@ -286,10 +287,20 @@ class MetricsWriter:
         self._folder, self._step, self._boards = folder / "tensorboard", step, {}
 
     def write(self, step: int, model: str, values: Mapping[str, float]) -> None:
-        """Writes the metrics of a model after `step` steps."""
+        """Writes the metrics of a model after `step` steps.
+
+        Raises:
+            OSError: metrics.jsonl cannot be written.
+        """
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, "model": model, **finite}) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps({"step": step, "model": model, **finite}) + "\n")
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # it tries to write again
+                self._file.close()
+            name, reason = self._file.name, error.strerror
+            raise OSError(f"{name} cannot be written ({reason}); mend that and resume the run") from None
         if model not in self._boards:
             self._boards[model] = _summary_writer(self._folder / model, self._step + 1)
         for name, value in values.items() if self._boards[model] else ():
