@@ -147,6 +147,22 @@ def test_bad_files_say_what_they_are(tmp_path, name, prepare, options, says):
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("magic, kind", [(20240520, "uint16"), (20240801, "uint32")])
+def test_a_file_of_llm_c_has_a_header(tmp_path, magic, kind):
+    """Read as ids, it would be 512 of them; the message says how to leave it out."""
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, 1, len(IDS)
+    path = tmp_path / "train.bin"
+    path.write_bytes(header.tobytes() + np.asarray(IDS, kind).tobytes())
+    with pytest.raises(ValueError) as caught:
+        TokenFile(path, 9, dtype=kind)
+    message, command, _ = str(caught.value).split("`")
+    assert message.startswith(f"{path} begins with llm.c's header of 1,024 bytes") and "\n" not in message
+    new = tmp_path / "new.npy"
+    eval(command, {"write_tokens": write_tokens, "np": np, "path": path, "new": new})
+    np.testing.assert_array_equal(TokenFile(new, 9)[0], IDS[:10])
+
+
 def test_an_id_out_of_the_vocabulary_is_found_where_it_is_read(tmp_path):
     write_tokens(tmp_path / "ids.npy", [0, 1, 2, 3, 9, 5, 6], dtype=np.uint32)
     windows = TokenFile(tmp_path / "ids.npy", 3, vocabulary=9)

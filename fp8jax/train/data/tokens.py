@@ -23,6 +23,7 @@ from jaxtyping import Int32
 
 DTYPES = (np.dtype("<u2"), np.dtype("<u4"))
 _MAGIC = b"\x93NUMPY"  # how files in NumPy's format begin
+_LLM_C = {20240520: "uint16", 20240801: "uint32"}  # how llm.c's files begin, and what their ids are
 _LARGEST = 2**31 - 1  # a window is int32, as models take it
 _CHUNK = 1 << 20  # ids
 
@@ -85,7 +86,8 @@ class TokenFile:
             would silently take the last row of an embedding.
 
     Raises:
-        ValueError: the file is missing or cut off, holds no token ids, or is shorter than one window.
+        ValueError: the file is missing or cut off, holds no token ids, has a header of llm.c, or is shorter
+            than one window.
     """
 
     def __init__(
@@ -134,12 +136,17 @@ def _open(path: pathlib.Path, dtype: Any) -> np.ndarray:
     """The ids, memory-mapped."""
     try:
         with open(path, "rb") as file:
-            is_array = file.read(len(_MAGIC)) == _MAGIC
+            start = file.read(len(_MAGIC))
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror}); `write_tokens` makes such a file"
         ) from None
-    if not is_array:
+    if kind := _LLM_C.get(int.from_bytes(start[:4], "little")):
+        raise ValueError(
+            f"{path} begins with llm.c's header of 1,024 bytes, which holds no ids; write a file without it: "
+            f"`write_tokens(new, np.memmap(path, {kind!r}, 'r', 1024), {kind!r})`"
+        )
+    if start != _MAGIC:
         return _open_raw(path, dtype)
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
