@@ -141,6 +141,32 @@ def test_parameters_alone_are_variables_too():
     assert is_scaled(updated["w"]) and updated["w"].data.dtype == jnp.float16
 
 
+@pytest.mark.parametrize(
+    "grad_of", [fp8jax.value_and_grad, lambda loss: fp8jax.accumulate_gradients(loss, 2)]
+)
+def test_two_models_in_one_tree_of_variables(grad_of):
+    """Models inside of the collections train; collections inside of a tree of models are refused."""
+    model = fp8jax.transform(MLP(), "te")
+    both = {name: model.init(jax.random.key(i), X) for i, name in enumerate("gd")}
+    of_one = mse(model)
+    of_both = lambda variables, x, y: of_one(variables["g"], x, y) + of_one(variables["d"], x, y)  # noqa: E731
+    for wrong in (both, {"params": both}):
+        with pytest.raises(ValueError, match=r"`variables`: .*inside of them, at \['d'\].*: \{name"):
+            grad_of(lambda v, *args: of_both(v.get("params", v), *args))(wrong, X, Y)
+
+    collections = {key: {name: both[name][key] for name in both} for key in both["g"]}
+    apart = lambda v: {name: {key: v[key][name] for key in v} for name in both}  # noqa: E731
+    tx = fp8jax.optim.adamw(1e-3, "te")
+    loss, grads, new = jax.jit(grad_of(lambda v, *args: of_both(apart(v), *args)))(collections, X, Y)
+    updates, _ = tx.update(grads, tx.init(collections["params"]), collections["params"])
+    trained = apart(fp8jax.apply_updates(new, updates))
+    for name in both:
+        _, grad, alone = grad_of(of_one)(both[name], X, Y)
+        update, _ = tx.update(grad, tx.init(both[name]["params"]), both[name]["params"])
+        want = fp8jax.apply_updates(alone, update)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), trained[name], want)
+
+
 def test_apply_updates_adds_requantizes_and_replaces(o2):
     _, variables = o2
     updates = jax.tree.map(lambda p: jnp.full(p.shape, 0.25), variables["params"], is_leaf=is_scaled)

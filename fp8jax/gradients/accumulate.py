@@ -51,8 +51,8 @@ def accumulate_gradients(
 
     Raises:
         ValueError: an array's first axis is not divisible by `microbatches`; `microbatches` or `format` is
-            not legal; a random key is a positional argument, or a keyword argument not mentioned in `keys`; a
-            name in `keys` is no keyword argument or has no random keys.
+            not legal; the parameters hold scaling states; a random key is a positional argument, or a keyword
+            argument not mentioned in `keys`; a name in `keys` is no keyword argument or has no random keys.
         TypeError: `keys` are not names, `loss_fn` is not a function, or `zero` is not a `Zero`.
     """
     if format not in ("FP16", "FP32", "E4M3"):

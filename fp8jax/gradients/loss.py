@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,8 @@ def value_and_grad(
 
     Raises:
         ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices, or
-            there are no arguments after the variables; the function runs inside `jax.shard_map` with a
+            there are no arguments after the variables; the parameters hold scaling states, as those of two
+            models' variables in one tree do; the function runs inside `jax.shard_map` with a
             scaling state, and `axis_name` is None or `check_vma` is True.
         TypeError: `loss_fn` is not a function or does not return a loss, or `zero` is not a `Zero`.
 
@@ -119,6 +120,7 @@ def with_state(
             return _loss_and_aux(out, has_aux)
 
         old = variables if is_whole else {PARAMS: variables}
+        _check_params(old[PARAMS])
         grad = functools.partial(grad_fn, loss_and_aux, old, args, kwargs)
         # A `jax.shard_map` that is not jitted lacks the extended dtypes of states and FP8 gradients.
         grad = jax.jit(grad) if jax.sharding.get_abstract_mesh().manual_axes else grad
@@ -133,6 +135,24 @@ def with_state(
         return out, grads, {**variables, **new} if is_whole else variables
 
     return wrapped
+
+
+def _check_params(params: Any) -> None:
+    """Raises ValueError if a part of the parameters is a model's variables with scaling states.
+
+    The root may be: a function's own parameters are perhaps Flax's variables, with Flax's own FP8 states.
+    """
+    nodes, _ = jax.tree.flatten_with_path(params, is_leaf=_has_state)
+    if at := next((jax.tree_util.keystr(path) for path, node in nodes if _has_state(node)), None):
+        raise ValueError(
+            f"`variables`: expected {SCALING!r} beside the parameters; got one inside of them, at {at}, "
+            "where scaling states would never change. Put the models into the collections: "
+            f"{{{PARAMS!r}: {{name: ...}}, {SCALING!r}: {{name: ...}}}}."
+        )
+
+
+def _has_state(node: Any) -> bool:
+    return isinstance(node, Mapping) and SCALING in node
 
 
 @contextlib.contextmanager
