@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.linen import fp8_ops
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import ScaledArray, formats, quantize
 from fp8jax.quantization import is_scaled, value
+from fp8jax.scaling.merge import FP8_GRAD, fm32
 
 # No side of a kernel is so small that it stays wide by default.
 OUT = 32
@@ -165,6 +167,40 @@ def test_two_models_in_one_tree_of_variables(grad_of):
         update, _ = tx.update(grad, tx.init(both[name]["params"]), both[name]["params"])
         want = fp8jax.apply_updates(alone, update)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-4, 1e-6), trained[name], want)
+
+
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+@pytest.mark.parametrize("check", [jax.debug_nans, jax.debug_infs])
+def test_eager_steps_under_checks_for_nan_and_inf(check, recipe):
+    """Also with unused layers, which have no new state; the check names the operation with the NaN."""
+    model = fp8jax.transform(lambda p, x: jnp.log(x @ p["first"]) @ p["second"], recipe)
+    params = {"first": jnp.ones((64, 32)), "second": jnp.ones((32, 32))}
+    variables = model.init(params, X)
+    loss = lambda variables, x: jnp.mean(model.apply(variables, x))  # noqa: E731
+    with check(True):
+        assert np.isfinite(fp8jax.value_and_grad(loss)(variables, jnp.abs(X))[0])
+        fp8jax.value_and_grad(lambda v, x: jnp.sum(x @ v["params"]["first"]))(variables, X)
+        assert fp8jax.statistics(loss, ["current"])(variables, jnp.abs(X)).rows
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in log"):
+        jax.jit(fp8jax.value_and_grad(loss))(variables, -X)
+
+
+def test_a_layer_with_fp8_of_flax_beside_ours():
+    """Both have states in one collection, with dtypes that are equal."""
+
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.Dense(32, name="ours")(x)
+            return nn.Dense(32, name="flax", dot_general_cls=fp8_ops.Fp8DotGeneral)(x)
+
+    model = fp8jax.transform(Mixed(), "te")
+    variables = model.init(jax.random.key(0), X)
+    _, _, new = jax.jit(fp8jax.value_and_grad(lambda v: jnp.mean(model.apply(v, X))))(variables)
+    state = new["_overwrite_with_gradient"]
+    [of_flax] = state["flax"].values()
+    assert of_flax["input_amax_history"][0] > 0 and state["ours"]["kernel"]["amax_history"][0, 0] > 0
+    assert fm32 == fp8_ops.fm32 and hash(fm32) == hash(fp8_ops.fm32) and FP8_GRAD not in (fm32, fp8_ops.fm32)
 
 
 def test_apply_updates_adds_requantizes_and_replaces(o2):

@@ -15,19 +15,24 @@ merge, so that any scale with an amax is larger:
     scales of two uses    2**-9, -2**-3    ->    2**-9
                          -2**-3, -2**-3    ->    2**-3
 
-`fm32` is Flax's dtype for this purpose, and `FP8_GRAD` is derived from its base class.
+`fm32` equals Flax's dtype for this purpose, which the states of Flax's own FP8 layers have, and `FP8_GRAD` is
+derived from its base class.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-from flax.linen.fp8_ops import Fp8MetaTyRules, fm32, fp8_meta_dtype_wrapper
+from flax.linen import fp8_ops
 from jax import lax
+
+# JAX's class of arrays with extended dtypes, and the tables of such classes, are private.
+from jax._src import core, dtypes, earray, tree_util
+from jax._src.interpreters import pxla
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float8e4m3fn, PyTree, Shaped
 
@@ -35,17 +40,66 @@ from fp8jax.formats import E4M3
 from fp8jax.quantization import from_bytes, select, to_bytes
 
 
-class _CodesRules(Fp8MetaTyRules):
+class _Array(earray.EArray):
+    """An array of an extended dtype outside of compiled code.
+
+    `jax_debug_nans` asks each array for its shards, for which JAX's class raises NotImplementedError.
+    """
+
+    __slots__ = ()
+    addressable_shards: Any = property()  # none, which raises AttributeError
+
+
+pxla.shard_arg_handlers[_Array] = pxla.shard_arg_handlers[earray.EArray]
+core.pytype_aval_mappings[_Array] = core.pytype_aval_mappings[earray.EArray]
+dtypes.register_canonicalize_value_handler(_Array, None)
+tree_util.dispatch_registry.register_node(
+    _Array, lambda x: ((x._data,), x.aval), lambda aval, parts: _Array(aval, *parts)
+)
+
+
+class _Handler(NamedTuple):
+    """Makes an `_Array` of a result; Flax's handler lacks the method of JAX's under `jax_debug_nans`."""
+
+    make: Callable[[Any], Any]
+
+    def __call__(self, bufs: Any) -> _Array:
+        made = self.make(bufs)
+        return _Array(made.aval, made._data)
+
+    def pre_wrap(self, check: Any) -> "_Handler":
+        """The handler without the check: an unused state is -inf."""
+        del check
+        return self
+
+
+class _MaxRules(fp8_ops.Fp8MetaTyRules):
+    @staticmethod
+    def global_sharded_result_handler(aval: Any, out_sharding: Any, committed: Any) -> _Handler:
+        make = fp8_ops.Fp8MetaTyRules.global_sharded_result_handler(aval, out_sharding, committed)
+        return _Handler(make)
+
+
+class _CodesRules(_MaxRules):
     @staticmethod
     def zero(dt: Any) -> Any:
         return lax.convert_element_type(jnp.zeros((), jnp.uint8), dt)
 
 
+class _MaxDType(fp8_ops.fp8_meta_dtype_wrapper):
+    def __eq__(self, other: Any) -> bool:
+        return other is self or other == fp8_ops.fm32
+
+    def __hash__(self) -> int:
+        return hash(fp8_ops.fm32)
+
+
 @dataclasses.dataclass(frozen=True)
-class _CodesDType(fp8_meta_dtype_wrapper):
+class _CodesDType(fp8_ops.fp8_meta_dtype_wrapper):
     _rules: type = _CodesRules
 
 
+fm32 = _MaxDType(jnp.float32, _MaxRules)
 # uint8, because XLA on CPU converts all float8 arrays that a scan stacks to float16 in each iteration.
 FP8_GRAD = _CodesDType(jnp.dtype(jnp.uint8))
 
@@ -92,7 +146,8 @@ def from_cotangents(tree: PyTree) -> PyTree:
 
     They can be merged further by max with cotangents of the same state; then `settled` gives the next state.
     """
-    return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), tree)
+    with jax.debug_infs(False):
+        return jax.tree.map(lambda x: lax.convert_element_type(x, jnp.float32), tree)
 
 
 def is_state(node: Any) -> bool:
