@@ -1,5 +1,7 @@
 """Rules that count blocks, and rules as text."""
 
+from typing import Any, NamedTuple
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,8 @@ from flax import nnx
 
 import fp8jax
 from fp8jax import Rule, train
+from fp8jax.checkpoints.tree import named
+from fp8jax.rewrite import names_of
 from fp8jax.rewrite.blocks import transformer_blocks
 
 WIDTH, BLOCKS = 32, 4
@@ -300,3 +304,27 @@ def test_a_trainer_takes_rules():
     config = train.TrainConfig(recipe="nvfp4", rules="last=0.25")
     trainer = train.Trainer(Named(), lambda model, x: jnp.mean(model(x) ** 2), config, X)
     assert trainer.layers.count(BF16) == 2
+
+
+class Fields(NamedTuple):
+    """Parameters of which one has the name of the attribute of a box."""
+
+    value: Any
+    scale: Any
+
+
+def test_a_field_with_the_name_value():
+    """It is a layer like others; a box of a single array has no name of its own."""
+    weights = 0.1 * jax.random.normal(jax.random.key(0), (2, WIDTH, WIDTH))
+    params = {"attn": Fields(*weights)}
+    fn = lambda p, x: jnp.mean(x @ p["attn"].value @ p["attn"].scale)  # noqa: E731
+    model = fp8jax.transform(fn, "te", rules=[Rule("attn/value")])
+    reasons = {row.path: row.reason for row in model.report(params, X).rows}
+    assert reasons == {"attn/value": BF16, "attn/scale": ""}
+    variables = fp8jax.transform(fn, "te").init(params, X)
+    assert set(variables["_overwrite_with_gradient"]["attn"]) == {"value", "scale"}
+    assert {("params", "attn", "value"), ("params", "attn", "scale")} <= set(named(variables).leaves)
+
+    boxes = {"a": nn.Partitioned(X, names=("x", None)), "b": nnx.Param(X), "c": params["attn"]}
+    paths = [path for path, _ in jax.tree.leaves_with_path(boxes)]
+    assert names_of(paths) == [("a",), ("b",), ("c", "value"), ("c", "scale")]

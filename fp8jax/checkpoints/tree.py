@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from fp8jax.adapters.nnx.variables import STATE
 from fp8jax.quantization import ScaledArray, is_scaled
+from fp8jax.rewrite import names_of
 from fp8jax.scaling.delayed import ONE
 from fp8jax.scaling.old_states import ONLY_JAX
 from fp8jax.variables import PARAMS, SCALING
@@ -83,7 +84,8 @@ def _entry(key: Key) -> str:
 def named(tree: Any) -> Tree:
     """The leaves of variables or of an optimizer's state, by name."""
     pairs, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_scaled)
-    leaves = {_name_of(path): leaf for path, leaf in pairs}
+    names = names_of([path for path, _ in pairs])
+    leaves = {_with_root(path, each): leaf for (path, leaf), each in zip(pairs, names, strict=True)}
     return Tree(leaves, treedef, any(key[0] == PARAMS for key in leaves))
 
 
@@ -93,9 +95,6 @@ def codes_and_scale(leaf: Any) -> tuple[Any, Any]:
     return (arrays[0], ScaledArray.tree_unflatten(None, arrays).scale if is_scaled(leaf) else None)
 
 
-def _name_of(path: Any) -> Key:
-    """The names on the path to a leaf, without the attribute of a box around it."""
-    attribute = path[-1].name if len(path) > 1 and isinstance(path[-1], jax.tree_util.GetAttrKey) else ""
-    names = [jax.tree_util.keystr((step,), simple=True) for step in path]
-    ends = {"value": [], "root": [ROOT]}
-    return (*names[:-1], *ends[attribute]) if attribute in ends else tuple(names)
+def _with_root(path: Any, names: Key) -> Key:
+    """The names of a leaf, with `ROOT` for the attribute of a box around a moment's root."""
+    return (*names[:-1], ROOT) if len(path) > 1 and getattr(path[-1], "name", "") == "root" else names

@@ -57,9 +57,10 @@ class TracedLoss(NamedTuple):
         """
         others = {name: tree for name, tree in variables.items() if name != PARAMS and name not in states}
         flat, treedef = jax.tree.flatten_with_path(variables[PARAMS], is_leaf=is_scaled)
+        paths = rewrite.names_of([path for path, _ in flat])
         views = [
-            ParamView.of(rewrite.names_of(path), aval) if rewrite.can_be_kernel(leaf) else None
-            for (path, leaf), aval in zip(flat, avals, strict=True)
+            ParamView.of(path, aval) if rewrite.can_be_kernel(leaf) else None
+            for path, (_, leaf), aval in zip(paths, flat, avals, strict=True)
         ]
         static, arrays = StaticTree.of((others, args, kwargs))
 
@@ -144,9 +145,9 @@ def in_blocks(grad: Any, blocks: tuple[int, ...], shard: Any) -> ScaledArray:
     return on_common_scales([grad], shard.axis_name, blocks)[0]
 
 
-def _uses(found: FoundDots, path: Any, leaf: Any) -> Uses | None:
+def _uses(found: FoundDots, view: ParamView | None, leaf: Any) -> Uses | None:
     """A parameter's uses. A stored kernel without an FP8 dot has a gradient in the format of the others."""
-    uses = found.uses.get(rewrite.names_of(path))
+    uses = None if view is None else found.uses.get(view.path)
     if not found.recipes or not is_scaled(leaf) or (uses is not None and uses.kernel is not None):
         return uses
     return dataclasses.replace(uses or Uses(), kernel=Kernel(found.recipes[0], (), 0))
@@ -173,7 +174,7 @@ def gradient(
     traced = TracedLoss.of(loss_fn, variables, args, kwargs, avals, states)
     found = traced.found
     plan = Plan.of((), programs=found.programs)
-    uses = [_uses(found, *each) for each in flat]
+    uses = [_uses(found, view, leaf) for view, (_, leaf) in zip(traced.views, flat, strict=True)]
     shardings = [context.sharding(*pair) for pair in zip(axes, uses, strict=True)]
     leaves = context.whole([checked_parameter(leaf) for _, leaf in flat], shardings)
     shards = [each.shard for each in shardings]

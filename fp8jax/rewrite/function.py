@@ -206,18 +206,19 @@ class FunctionModel:
     def with_adapters(self, params: PyTree, adapters: PyTree, times: float = 1.0) -> PyTree:
         """The function's parameters, dequantized, with W + times (alpha / rank) A B for each kernel with
         adapters."""
-        leaves, known = jax.tree.leaves_with_path(params, is_leaf=is_scaled), {}
-        shapes = {names_of(path): tuple(x.shape) for path, x in leaves if can_be_kernel(x)}
+        flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
+        leaves = dict(zip(names_of([path for path, _ in flat]), (leaf for _, leaf in flat), strict=True))
+        shapes, known = {path: tuple(x.shape) for path, x in leaves.items() if can_be_kernel(x)}, {}
         for program, _ in self._programs:
             if program.shapes == shapes:
                 known |= {path: each for path, each in program.adapted.items() if each or path not in known}
         found = self._adapters(adapters, shapes, known)
 
-        def merge(path: Any, leaf: Any) -> Any:
-            own = found.get(names_of(path))
-            return own_value(leaf) if own is None else own.merged(leaf, times)
-
-        return jax.tree_util.tree_map_with_path(merge, params, is_leaf=is_scaled)
+        merged = [
+            found[path].merged(leaf, times) if path in found else own_value(leaf)
+            for path, leaf in leaves.items()
+        ]
+        return treedef.unflatten(merged)
 
     def _adapters(self, adapters: PyTree, shapes: Any, known: Any) -> dict[tuple[str, ...], Any]:
         """See `LoRA.of_kernels`."""

@@ -197,8 +197,8 @@ class LoRA:
 def _by_layer(adapters: Any) -> dict[Path, dict[str, Any]]:
     """A tree's A and B by the path of their layer or kernel; other leaves are the user's own parameters."""
     found: dict[Path, dict[str, Any]] = {}
-    for path, leaf in jax.tree.leaves_with_path(adapters, is_leaf=is_scaled):
-        *layer, name = names_of(path)
+    flat = jax.tree.leaves_with_path(adapters, is_leaf=is_scaled)
+    for (*layer, name), (_, leaf) in zip(names_of([path for path, _ in flat]), flat, strict=True):
         if name in (A, B):
             found.setdefault(tuple(layer), {})[name] = leaf
     return found

@@ -205,7 +205,7 @@ def trace(
         num_state_arrays: number of the first arrays that are model state, not inputs.
     """
     flat, treedef = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
-    paths, leaves = [names_of(path) for path, _ in flat], [aval_of(leaf) for _, leaf in flat]
+    paths, leaves = names_of([path for path, _ in flat]), [aval_of(leaf) for _, leaf in flat]
     out = static
 
     def call(leaves: list[Any], arrays: list[Any]) -> list[Any]:

@@ -47,11 +47,12 @@ def step_statistics(
     of_grads = treedef.flatten_up_to(params_of(grads))
     old, new = (stored_params(params_of(params), state) for params, state in (before, after))
     rows = {}
-    for (path, _), grad, was, now in zip(flat, of_grads, old, new, strict=True):
+    paths = names_of([path for path, _ in flat])
+    for path, grad, was, now in zip(paths, of_grads, old, new, strict=True):
         has_grad = jnp.asarray(value(plain(grad)), jnp.float32) != 0
         is_zero = [None if moment is None else _codes(moment) == 0 for moment in (now.first, now.second)]
         moves = has_grad if is_zero[0] is None else has_grad | ~is_zero[0]
-        rows["/".join(names_of(path))] = StepRow(
+        rows["/".join(path)] = StepRow(
             _share(decode_weight(*was[:2]) == decode_weight(*now[:2]), moves),
             *(jnp.float32(jnp.nan) if zero is None else _share(zero, has_grad) for zero in is_zero),
         )

@@ -7,9 +7,11 @@ Casts and transposes are only recorded, because the dot product reads the stored
 are applied to the FP8 codes (`move`), so a kernel reaches its dot product without being dequantized.
 """
 
+import collections
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -223,8 +225,13 @@ def aval_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.own_dtype, sharding=sharding)
 
 
-def names_of(path: Any) -> tuple[str, ...]:
-    """A tree path as names, without the "value" of a box around a leaf, such as an `nnx.Variable`."""
-    if len(path) > 1 and getattr(path[-1], "name", None) == "value":
-        path = path[:-1]
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+def names_of(paths: Sequence[Any]) -> list[tuple[str, ...]]:
+    """The paths of a tree's leaves as names, without the "value" of a box around a single leaf, such as an
+    `nnx.Variable`. A field `value` beside others has its name."""
+    names = [tuple(jax.tree_util.keystr((key,), simple=True) for key in path) for path in paths]
+    leaves = collections.Counter(each[:end] for each in names for end in range(1, len(each)))
+    boxed = [getattr(path[-1], "name", "") == "value" if path else False for path in paths]
+    return [
+        each[:-1] if is_value and leaves[each[:-1]] == 1 else each
+        for each, is_value in zip(names, boxed, strict=True)
+    ]
