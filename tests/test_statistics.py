@@ -354,6 +354,19 @@ def test_a_model_with_adapters_does_not_warn_of_its_state(recwarn):
     assert not [str(each.message) for each in recwarn if "scaling state" in str(each.message)]
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_statistics_under_x64(dtype):
+    """The numbers are float32, and those without x64."""
+    want = jax.jit(fp8jax.statistics(plain_loss, RECIPES))(variables(), X)
+    with jax.enable_x64(True):
+        inputs = jax.tree.map(lambda x: np.asarray(x, dtype), (variables(), X))
+        found = jax.jit(fp8jax.statistics(plain_loss, RECIPES))(*inputs)
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)}
+    for a, b in zip(found.rows, want.rows, strict=True):
+        assert a[:3] == b[:3]
+        np.testing.assert_allclose(a.sqnr, b.sqnr, rtol=1e-4)
+
+
 def test_rules_and_errors():
     rule = fp8jax.Rule("down")
     found = fp8jax.statistics(plain_loss, ["te"], rules=[rule])(variables(), X)

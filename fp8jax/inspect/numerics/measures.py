@@ -128,7 +128,7 @@ def measured(
         share: the share of the rows that count for saturation, the others being zeros; by default all.
     """
     if codes is None:
-        return Measures(jnp.zeros(3), tuple(map(jnp.zeros_like, amaxes)), _ends(x))
+        return Measures(jnp.zeros(3, jnp.float32), tuple(map(jnp.zeros_like, amaxes)), _ends(x))
     values, is_largest = lax.optimization_barrier(codes)  # otherwise each sum casts the operand again
     nonzero, count = x != 0, jnp.maximum(jnp.sum(x != 0, dtype=jnp.int32), 1)
     lost = jnp.sum(nonzero & (values == 0), dtype=jnp.int32) / count
@@ -149,7 +149,7 @@ def _ends(values: jax.Array) -> jax.Array:
     """`Measures.maxes`."""
     magnitude = jnp.abs(values)
     smallest = jnp.min(jnp.where(values == 0, jnp.inf, magnitude), initial=jnp.inf)
-    return jnp.log2(jnp.stack([amax(values), smallest])) * jnp.array([1.0, -1.0])
+    return jnp.log2(jnp.stack([amax(values), smallest])) * jnp.float32([1.0, -1.0])
 
 
 def _squares(x: jax.Array, amaxes: jax.Array, axis: int) -> jax.Array:

@@ -44,10 +44,11 @@ class Records(NamedTuple):
         layers, count = planned.kernel.layers, (len(OPERANDS), recipes)
         layers += (planned.dot.groups,) if planned.dot.groups else ()
         sizes = ((inputs,), (outputs, inputs), (outputs,), (outputs, inputs))
-        zeros = [tuple(jnp.zeros((*layers, size)) for size in each) for each in sizes]
-        noise = [tuple(jnp.zeros((*layers, recipes, size)) for size in each) for each in sizes]
-        maxes = to_cotangents((jnp.zeros((*layers, *count, 2)), zeros))
-        return cls(jnp.zeros(layers), jnp.zeros((*layers, *count, 3)), noise, *maxes)
+        new = functools.partial(jnp.zeros, dtype=jnp.float32)
+        zeros = [tuple(new((*layers, size)) for size in each) for each in sizes]
+        noise = [tuple(new((*layers, recipes, size)) for size in each) for each in sizes]
+        maxes = to_cotangents((new((*layers, *count, 2)), zeros))
+        return cls(new(layers), new((*layers, *count, 3)), noise, *maxes)
 
     def numbers(self) -> "Records":
         """The numbers, of slots that are cotangents."""
@@ -231,4 +232,4 @@ def _records(
     maxes = jnp.stack([jnp.stack([each.maxes for each in row]) for row in table])
     noise = [tuple(map(jnp.stack, zip(*(each.noise for each in row), strict=True))) for row in table]
     maxes, of_channels = to_cotangents((maxes, of_channels))
-    return Records(jnp.ones(()), sums, noise, maxes, of_channels)
+    return Records(jnp.ones((), jnp.float32), sums, noise, maxes, of_channels)
