@@ -371,6 +371,8 @@ def test_rules_and_errors():
     rule = fp8jax.Rule("down")
     found = fp8jax.statistics(plain_loss, ["te"], rules=[rule])(variables(), X)
     assert {row.layer for row in found.rows} == {"up"}
+    for one in ("te", fp8jax.Recipe.parse("te")):
+        assert fp8jax.statistics(plain_loss, one, rules=[rule])(variables(), X).layers == found.layers
     with pytest.raises(ValueError, match="no layer"):
         fp8jax.statistics(plain_loss, ["te"], rules=[fp8jax.Rule("other")])(variables(), X)
     with pytest.raises(ValueError, match="`recipes`: expected at least one"):

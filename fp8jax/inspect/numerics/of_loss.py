@@ -36,7 +36,7 @@ RECIPES = ("te", "te,fp8_format=E4M3", "current", "block", "mxfp8", "nvfp4", "O2
 
 def statistics(
     loss_fn: Callable[..., Any],
-    recipes: Iterable[Recipe | str] = RECIPES,
+    recipes: Recipe | str | Iterable[Recipe | str] = RECIPES,
     *,
     rules: Iterable[Rule] = (),
     has_aux: bool = False,
@@ -51,7 +51,7 @@ def statistics(
     Args:
         loss_fn: `loss_fn(variables, *args, **kwargs)` or `loss_fn(nnx_module, *args, **kwargs)`, with a plain
             or a transformed model; returns a scalar, or with `has_aux` a scalar and auxiliary outputs.
-        recipes: recipes, or their texts. Delayed scaling has the scale of this batch's amax; only the model's
+        recipes: recipes, or their texts; or one of them. Delayed scaling has the scale of this batch's amax; only the model's
             own recipe has its state, once that has an amax. The recipe of the layer is measured, too.
         rules: of a plain model, as in `transform`: layers that they keep out of FP8 are not measured. The
             first recipe says which layers it includes. A transformed model has its own.
@@ -66,6 +66,7 @@ def statistics(
         ValueError: the loss has no matched layer, a rule matches none, or two models in it have different
             layers of one path.
     """
+    recipes = [recipes] if isinstance(recipes, Recipe | str) else recipes
     parsed, rules = tuple(map(Recipe.parse, recipes)), tuple(rules)
     if not parsed:
         raise ValueError(f"`recipes`: expected at least one recipe, as {', '.join(RECIPES)}; got none.")
