@@ -381,6 +381,20 @@ def test_rules_and_errors():
         fp8jax.statistics(lambda params: jnp.sum(params["bias"]), ["te"])({"bias": jnp.ones(64)})
 
 
+def test_a_vmap_of_a_transformed_model():
+    """It hides the model's layers; a vmap inside of the model does not."""
+    params = variables()["params"]
+    fn = lambda p, x: x @ p["up"]["kernel"]  # noqa: E731
+    over_examples = lambda fn: jax.vmap(fn, in_axes=(None, 0))  # noqa: E731
+    outside = over_examples(fp8jax.transform(fn, "current"))
+    inside = fp8jax.transform(over_examples(fn), "current")
+    x = X.reshape(2, 48, 64)
+    with pytest.raises(ValueError, match="put the vmap into the function that you transform"):
+        fp8jax.statistics(lambda p, x: mean_square(outside(p, x)), "current")(params, x)
+    assert fp8jax.statistics(lambda p, x: mean_square(inside(p, x)), "current")(params, x).rows
+    assert fp8jax.statistics(lambda p, x: mean_square(over_examples(fn)(p, x)), "current")(params, x).rows
+
+
 def test_rows_as_json_and_merged(tmp_path):
     found = fp8jax.statistics(plain_loss, ["te"])(variables(), X)
     found.save(tmp_path / "rows.json")

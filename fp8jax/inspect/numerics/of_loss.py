@@ -51,8 +51,9 @@ def statistics(
     Args:
         loss_fn: `loss_fn(variables, *args, **kwargs)` or `loss_fn(nnx_module, *args, **kwargs)`, with a plain
             or a transformed model; returns a scalar, or with `has_aux` a scalar and auxiliary outputs.
-        recipes: recipes, or their texts; or one of them. Delayed scaling has the scale of this batch's amax; only the model's
-            own recipe has its state, once that has an amax. The recipe of the layer is measured, too.
+        recipes: recipes, or their texts; or one of them. Delayed scaling has the scale of this batch's amax;
+            only the model's own recipe has its state, once that has an amax. The recipe of the layer is
+            measured, too.
         rules: of a plain model, as in `transform`: layers that they keep out of FP8 are not measured. The
             first recipe says which layers it includes. A transformed model has its own.
         has_aux: whether `loss_fn` also returns auxiliary outputs; they are dropped.
@@ -154,7 +155,8 @@ def _of_plain(found: FoundDots, rules: Rules) -> tuple[dict[Any, PlannedDot], Pl
     if not high:
         raise ValueError(
             f"`loss_fn`: expected a matmul of a parameter that {rules.recipe} includes; got none. `report` "
-            "of the transformed model says why."
+            "of the transformed model says why. A `jax.vmap` of a transformed model hides its layers: put "
+            "the vmap into the function that you transform, or measure the plain model."
         )
     return {each.key: each for each in high}, Plan.of(high)
 
