@@ -387,6 +387,35 @@ def test_eager_calls_are_compiled_once():
     model.apply(variables, x, True)
     model.apply(variables, x, 2.0)
     assert calls == [1, True, 2.0]
+    assert np.signbit(model.apply(variables, abs(x), -0.0)[0, 0]) != np.signbit(
+        model.apply(variables, abs(x), 0.0)[0, 0]
+    )
+
+
+OFFSET = 0.0
+
+
+def decorated(fn):
+    return functools.wraps(fn)(lambda *args: fn(*args))
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, functools.partial, decorated])
+def test_what_a_function_closes_over_may_be_replaced(wrap):
+    """A new value is seen as by the function itself, and the same objects need no new trace."""
+    global OFFSET
+    OFFSET, shift, calls = 0.0, jnp.zeros(()), []
+
+    def fn(params, x):
+        calls.append(None)
+        return x @ params["w"] + shift + sum(OFFSET for _ in range(1))
+
+    model = fp8jax.transform(wrap(fn), "current")
+    params, x = {"w": jnp.zeros((WIDTH, WIDTH))}, normal(0, 16, WIDTH)
+    for wanted in (0, 1, 3):
+        OFFSET, shift = float(wanted == 3), jnp.float32(wanted - (wanted == 3))
+        for call in (model, model, jax.jit(lambda *args: model(*args))):
+            np.testing.assert_array_equal(call(params, x), wanted)
+    assert len(calls) == 3 and len(model._programs) == 1
 
 
 PENALTIES = {

@@ -214,11 +214,8 @@ class FunctionModel:
                 known |= {path: each for path, each in program.adapted.items() if each or path not in known}
         found = self._adapters(adapters, shapes, known)
 
-        merged = [
-            found[path].merged(leaf, times) if path in found else own_value(leaf)
-            for path, leaf in leaves.items()
-        ]
-        return treedef.unflatten(merged)
+        pairs = ((found.get(path), leaf) for path, leaf in leaves.items())
+        return treedef.unflatten(own.merged(x, times) if own else own_value(x) for own, x in pairs)
 
     def _adapters(self, adapters: PyTree, shapes: Any, known: Any) -> dict[tuple[str, ...], Any]:
         """See `LoRA.of_kernels`."""
@@ -278,10 +275,11 @@ class FunctionModel:
         if any(callable(leaf) for leaf in leaves):
             raise _not_arrays(params)
         static, arrays = StaticTree.of((args, kwargs))
-        constants = tuple((type(x), x) for x in static.leaves)  # with the type, because 1 == True
+        # With the type, because 1 == True, and with the sign of zero.
+        constants = tuple((type(x), repr(x) if isinstance(x, float) else x) for x in static.leaves)
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *arrays) if is_array(x))
         types = treedef, static.treedef, avals, trace_context(), self.context()
-        if (found := self._programs.find(types, constants)) is not None:
+        if (found := self._programs.find(self.fn, types, constants)) is not None:
             return found
         refuse_dicts(params)
         num_state_arrays = sum(map(is_array, jax.tree.leaves(args[: self.num_states])))
