@@ -122,9 +122,10 @@ def with_state(
         old = variables if is_whole else {PARAMS: variables}
         _check_params(old[PARAMS])
         grad = functools.partial(grad_fn, loss_and_aux, old, args, kwargs)
-        # A `jax.shard_map` that is not jitted lacks the extended dtypes of states and FP8 gradients.
-        grad = jax.jit(grad) if jax.sharding.get_abstract_mesh().manual_axes else grad
-        with _clear_error_of_check_vma():
+        # Without jit, `jax.shard_map` and JAX's checks for NaN lack the dtypes of states and FP8 gradients.
+        is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        grad = jax.jit(grad) if is_mapped or jax.debug_nans.value else grad
+        with _clear_errors():
             out, new = grad()
         out = out if has_aux else out[0]
         grads = as_gradients(new.pop(PARAMS))
@@ -156,10 +157,17 @@ def _has_state(node: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _clear_error_of_check_vma() -> Iterator[None]:
-    """Replaces JAX's error where a state or an FP8 gradient must not differ between devices."""
+def _clear_errors() -> Iterator[None]:
+    """Replaces JAX's errors where it cannot handle the dtypes of states and FP8 gradients."""
     try:
         yield
+    except NotImplementedError as error:
+        if not (jax.debug_nans.value or jax.debug_infs.value):
+            raise
+        raise FloatingPointError(
+            "`jax_debug_nans` and `jax_debug_infs` find an operation without jit, where JAX cannot read "
+            "scaling states. Jit the step, and run the recipe bf16 under them to find the operation."
+        ) from error
     except ValueError as error:
         if not all(part in str(error) for part in ("manual axis types do not match", "fp8_meta")):
             raise

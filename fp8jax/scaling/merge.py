@@ -29,10 +29,6 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from flax.linen import fp8_ops
 from jax import lax
-
-# JAX's class of arrays with extended dtypes, and the tables of such classes, are private.
-from jax._src import core, dtypes, earray, tree_util
-from jax._src.interpreters import pxla
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float8e4m3fn, PyTree, Shaped
 
@@ -40,32 +36,13 @@ from fp8jax.formats import E4M3
 from fp8jax.quantization import from_bytes, select, to_bytes
 
 
-class _Array(earray.EArray):
-    """An array of an extended dtype outside of compiled code.
-
-    `jax_debug_nans` asks each array for its shards, for which JAX's class raises NotImplementedError.
-    """
-
-    __slots__ = ()
-    addressable_shards: Any = property()  # none, which raises AttributeError
-
-
-pxla.shard_arg_handlers[_Array] = pxla.shard_arg_handlers[earray.EArray]
-core.pytype_aval_mappings[_Array] = core.pytype_aval_mappings[earray.EArray]
-dtypes.register_canonicalize_value_handler(_Array, None)
-tree_util.dispatch_registry.register_node(
-    _Array, lambda x: ((x._data,), x.aval), lambda aval, parts: _Array(aval, *parts)
-)
-
-
 class _Handler(NamedTuple):
-    """Makes an `_Array` of a result; Flax's handler lacks the method of JAX's under `jax_debug_nans`."""
+    """Makes an array of a result; Flax's handler lacks the method that `jax_debug_nans` calls."""
 
     make: Callable[[Any], Any]
 
-    def __call__(self, bufs: Any) -> _Array:
-        made = self.make(bufs)
-        return _Array(made.aval, made._data)
+    def __call__(self, bufs: Any) -> Any:
+        return self.make(bufs)
 
     def pre_wrap(self, check: Any) -> "_Handler":
         """The handler without the check: an unused state is -inf."""
