@@ -399,11 +399,15 @@ def decorated(fn):
     return functools.wraps(fn)(lambda *args: fn(*args))
 
 
-@pytest.mark.parametrize("wrap", [lambda fn: fn, functools.partial, decorated])
+def as_object(fn):
+    return type("Function", (), {"__call__": staticmethod(fn)})()
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, functools.partial, decorated, as_object])
 def test_what_a_function_closes_over_may_be_replaced(wrap):
-    """A new value is seen as by the function itself, and the same objects need no new trace."""
+    """A new value is seen as by the function itself, and known objects need no new trace."""
     global OFFSET
-    OFFSET, shift, calls = 0.0, jnp.zeros(()), []
+    shift, calls = jnp.zeros(()), []
 
     def fn(params, x):
         calls.append(None)
@@ -411,11 +415,47 @@ def test_what_a_function_closes_over_may_be_replaced(wrap):
 
     model = fp8jax.transform(wrap(fn), "current")
     params, x = {"w": jnp.zeros((WIDTH, WIDTH))}, normal(0, 16, WIDTH)
-    for wanted in (0, 1, 3):
-        OFFSET, shift = float(wanted == 3), jnp.float32(wanted - (wanted == 3))
+    shifts = [jnp.float32(number) for number in range(2)]
+    for shift, OFFSET in [*zip(shifts, (0.0, 2.0), strict=True)] * 2:
         for call in (model, model, jax.jit(lambda *args: model(*args))):
-            np.testing.assert_array_equal(call(params, x), wanted)
-    assert len(calls) == 3 and len(model._programs) == 1
+            np.testing.assert_array_equal(call(params, x), shift + OFFSET)
+    assert len(calls) == 2
+
+
+COUNT = 0
+
+
+@pytest.mark.parametrize("is_global", [False, True])
+def test_functions_that_count_their_traces(is_global):
+    """A variable that each trace rebinds asks for no new trace."""
+    global COUNT
+    COUNT = count = 0
+
+    def of_global(params, x):
+        global COUNT
+        COUNT += 1
+        return x @ params["w"]
+
+    def of_closure(params, x):
+        nonlocal count
+        count += 1
+        return x @ params["w"]
+
+    model = fp8jax.transform(of_global if is_global else of_closure, "current")
+    params = {"w": jnp.zeros((WIDTH, WIDTH))}
+    for rows in (16, 32) * 3:
+        model(params, normal(0, rows, WIDTH))
+    assert (COUNT, count) == ((2, 0) if is_global else (0, 2))
+
+
+def test_few_values_of_what_a_function_reads_are_kept():
+    data = jnp.zeros(())
+    model = fp8jax.transform(lambda params, x: x @ params["w"] + data, "current")
+    params, x = {"w": jnp.zeros((WIDTH, WIDTH))}, normal(0, 16, WIDTH)
+    for number in range(8):
+        data = jnp.float32(number)
+        np.testing.assert_array_equal(model(params, x), number)
+    assert len(model._programs) == 4
 
 
 PENALTIES = {

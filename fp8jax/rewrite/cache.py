@@ -4,33 +4,84 @@ import copy
 import dataclasses
 import dis
 import functools
-import inspect
 import itertools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.core
 
 # Number of cached programs of one model, for different input shapes.
 _MAX_PROGRAMS = 128
+# Number of values of what a function reads, such as a model for training and for inference.
+_MAX_CONTENTS = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Programs:
-    """Cached programs.
+    """Cached programs of a function, by what its code reads (`contents_of`), and by its inputs.
 
-    Constants without a hash, such as a dataclass of settings, are compared by value with a copy of theirs,
-    because they may be changed in place. All programs are of one function with the same `contents_of`.
+    What a trace of the function rebinds itself, as a counter of its calls, does not count.
     """
 
-    _by_hash: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    _by_value: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
-    _contents: list[Any] = dataclasses.field(default_factory=list)
+    _by_contents: dict["_Identity", "_OfInputs"] = dataclasses.field(default_factory=dict)
+    _rebound: set[int] = dataclasses.field(default_factory=set)
 
     def __reduce__(self) -> Any:
         """A pickled or copied cache is empty: programs cannot be pickled."""
         return type(self), ()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_contents.values()))
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.chain.from_iterable(list(self._by_contents.values()))
+
+    def find(self, contents: list[Any], types: Any, constants: Any) -> Any:
+        """The program for inputs of these types and these constants; None without one."""
+        found = self._by_contents.get(self._identity(contents))
+        return None if found is None else found.find(types, constants)
+
+    def add(self, before: list[Any], after: list[Any], types: Any, constants: Any, program: Any) -> None:
+        """Adds a program, and removes the oldest ones if there are many.
+
+        Args:
+            before, after: the contents of the function before and after its trace.
+            types, constants: of the inputs.
+            program: the program.
+        """
+        pairs = zip(before, after, strict=False)
+        self._rebound.update(i for i, (old, new) in enumerate(pairs) if old is not new)
+        self._by_contents.setdefault(self._identity(after), _OfInputs()).add(types, constants, program)
+        while len(self._by_contents) > _MAX_CONTENTS:
+            del self._by_contents[next(iter(self._by_contents))]
+
+    def _identity(self, contents: list[Any]) -> "_Identity":
+        return _Identity(tuple(None if i in self._rebound else x for i, x in enumerate(contents)))
+
+
+class _Identity(NamedTuple):
+    """Objects that are compared by identity."""
+
+    objects: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and [*map(id, self.objects)] == [*map(id, other.objects)]
+
+    def __hash__(self) -> int:
+        return hash((*map(id, self.objects),))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OfInputs:
+    """Programs by the types and the constants of their inputs.
+
+    Constants without a hash, such as a dataclass of settings, are compared by value with a copy of theirs,
+    because they may be changed in place.
+    """
+
+    _by_hash: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    _by_value: list[tuple[Any, Any, Any]] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self._by_hash) + len(self._by_value)
@@ -38,13 +89,8 @@ class Programs:
     def __iter__(self) -> Iterator[Any]:
         return itertools.chain(self._by_hash.values(), (program for *_, program in self._by_value))
 
-    def find(self, fn: Callable[..., Any], types: Any, constants: Any) -> Any:
-        """The program of the function for inputs of these types and these constants; None without one."""
-        contents = contents_of(fn)
-        if list(map(id, contents)) != list(map(id, self._contents)):
-            self._by_hash.clear()
-            self._by_value.clear()
-            self._contents[:] = contents
+    def find(self, types: Any, constants: Any) -> Any:
+        """See `Programs.find`."""
         try:
             return self._by_hash.get((types, constants))
         except TypeError:
@@ -54,7 +100,7 @@ class Programs:
             return next((program for own, program in pairs if _is_same(own, constants)), None)
 
     def add(self, types: Any, constants: Any, program: Any) -> None:
-        """Adds a program, and removes the oldest if there are many."""
+        """See `Programs.add`."""
         try:
             self._by_hash[types, constants] = program
         except TypeError:
@@ -81,16 +127,27 @@ def _is_same(a: Any, b: Any) -> bool:
 
 
 def contents_of(fn: Callable[..., Any]) -> list[Any]:
-    """The objects that a function's code takes from its closure and from the globals; None for a tracer."""
-    while not isinstance(fn, types.FunctionType) or hasattr(fn, "__wrapped__"):
-        inner = fn.func if isinstance(fn, functools.partial) else inspect.unwrap(fn)
-        inner = getattr(inner, "__func__", inner)
-        if inner is fn:
-            return []
-        fn = inner
-    found = [_content(cell) for cell in fn.__closure__ or ()]
-    found += [fn.__globals__.get(name) for name in _globals_of(fn.__code__)]
+    """The objects that the code of a function and of its wrappers takes from closures and from globals."""
+    found, inner = list[Any](), fn
+    while inner is not None:
+        if isinstance(inner, types.FunctionType):
+            found += map(_content, inner.__closure__ or ())
+            found += [inner.__globals__.get(name) for name in _globals_of(inner.__code__)]
+        inner = _inside(inner)
+    # A tracer is of one trace. A program with one is not cached.
     return [None if isinstance(x, jax.core.Tracer) else x for x in found]
+
+
+def _inside(fn: Any) -> Any:
+    """What a partial, a method, a wrapper or an object with `__call__` calls; None for a function."""
+    if isinstance(fn, functools.partial):
+        return fn.func
+    if isinstance(fn, types.MethodType):
+        return fn.__func__
+    if (wrapped := getattr(fn, "__wrapped__", None)) is not None or isinstance(fn, types.FunctionType):
+        return wrapped
+    call = type(fn).__call__ if callable(fn) else None
+    return call if isinstance(call, types.FunctionType) else None
 
 
 def _content(cell: Any) -> Any:

@@ -22,7 +22,7 @@ from jaxtyping import PRNGKeyArray, PyTree
 from fp8jax import backends, loss_scale, scaling
 from fp8jax.quantization import is_scaled, own_value, quantize_like, refuse_dicts
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.cache import Programs
+from fp8jax.rewrite.cache import Programs, contents_of
 from fp8jax.rewrite.interpreter.param_view import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.report import Report, check_share, warn_of_none
@@ -279,7 +279,8 @@ class FunctionModel:
         constants = tuple((type(x), repr(x) if isinstance(x, float) else x) for x in static.leaves)
         avals = tuple(_key_of(x) for x in (*map(aval_of, leaves), *arrays) if is_array(x))
         types = treedef, static.treedef, avals, trace_context(), self.context()
-        if (found := self._programs.find(self.fn, types, constants)) is not None:
+        before = contents_of(self.fn)
+        if (found := self._programs.find(before, types, constants)) is not None:
             return found
         refuse_dicts(params)
         num_state_arrays = sum(map(is_array, jax.tree.leaves(args[: self.num_states])))
@@ -295,7 +296,7 @@ class FunctionModel:
             raise
         # Do not cache a function that closes over tracers, which are invalid after their trace.
         if not any(isinstance(x, jax.core.Tracer) for x in pair[1]):
-            self._programs.add(types, constants, pair)
+            self._programs.add(before, contents_of(self.fn), types, constants, pair)
         return pair
 
 
