@@ -189,6 +189,12 @@ def test_steps_under_checks_for_nan_and_inf(recipe):
         with refused:
             step(variables, jnp.abs(X))
 
+    def missing(variables):
+        raise NotImplementedError("a part of the user's own")
+
+    with jax.debug_nans(True), pytest.raises(NotImplementedError, match="user's own"):
+        fp8jax.value_and_grad(missing)(variables)
+
 
 def test_a_layer_with_fp8_of_flax_beside_ours():
     """Both have states in one collection, with dtypes that are equal."""

@@ -148,7 +148,8 @@ def _check_params(params: Any) -> None:
         raise ValueError(
             f"`variables`: expected {SCALING!r} beside the parameters; got one inside of them, at {at}, "
             "where scaling states would never change. Put the models into the collections: "
-            f"{{{PARAMS!r}: {{name: ...}}, {SCALING!r}: {{name: ...}}}}."
+            f"{{{PARAMS!r}: {{name: ...}}, {SCALING!r}: {{name: ...}}}}. Make a frozen model, such as a "
+            "teacher, an argument of the loss."
         )
 
 
@@ -162,11 +163,13 @@ def _clear_errors() -> Iterator[None]:
     try:
         yield
     except NotImplementedError as error:
-        if not (jax.debug_nans.value or jax.debug_infs.value):
+        # JAX's error has no text.
+        if str(error) or not (jax.debug_nans.value or jax.debug_infs.value):
             raise
         raise FloatingPointError(
-            "`jax_debug_nans` and `jax_debug_infs` find an operation without jit, where JAX cannot read "
-            "scaling states. Jit the step, and run the recipe bf16 under them to find the operation."
+            "`jax_debug_nans` or `jax_debug_infs`: JAX runs the step without jit to name the operation that "
+            "made a NaN or an infinity, and cannot do so with scaling states. Run the step with the recipe "
+            "bf16 under the same flag. Under `jax_debug_infs` a step with scaling states has to be jitted."
         ) from error
     except ValueError as error:
         if not all(part in str(error) for part in ("manual axis types do not match", "fp8_meta")):
