@@ -33,7 +33,8 @@ PARAMS = triton and triton.CompilerParams(num_warps=8, num_stages=1)
 def rows_in_reach(shape: tuple[int, ...]) -> int:
     """The rows that an array of bytes must have, so that a kernel in Triton reaches all of this shape.
 
-    Pallas counts entries in 32 bits, with a sign, unless the array has more than 2^32 bytes.
+    Pallas counts entries in 32 bits, with a sign, unless the array has more than 2^32 bytes (offsets of
+    pointers in `jax/_src/pallas/triton/lowering.py`, 0.10 to 0.12).
     """
     batch, rows, columns = shape
     return 2**32 // (batch * columns) + 1 if 2**31 < batch * rows * columns <= 2**32 else rows
