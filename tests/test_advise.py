@@ -179,6 +179,26 @@ def test_rules_of_the_model_stay(recipe, rules, outlier, advised, in_fp8, says, 
     assert "".join(row.path for row in scope["model"].report(PARAMS, x).rows if row.fp8) == in_fp8
 
 
+FAR = "te,scaling=current,margin=90"  # all underflows
+
+
+@pytest.mark.parametrize(
+    ("recipe", "rule", "bad"), [("block", Rule("a", FAR), 1), (FAR, Rule("a", FAR), 1), (FAR, Rule("a"), 0)]
+)
+def test_rules_of_the_model_hold_under_another_recipe(recipe, rule, bad):
+    """Advice keeps a rule, so that it judges the layer by the rule's recipe, in "what if" lines as well."""
+    x = data(0)[0]
+    model = fp8jax.transform(two_layers, recipe, rules=[rule])
+    loss = lambda variables, x: jnp.mean(jnp.exp(model.apply(variables, x)))  # noqa: E731
+    found = jax.jit(fp8jax.statistics(loss, ["mxfp8", "block"]))(model.init(PARAMS, x), x)
+    advice = fp8jax.advise(found, target="b200", recipe="mxfp8")
+    assert advice.rules == ((Rule("re:a"),) if bad else (rule,))
+    assert f"with {FAR}" in advice.reasons[0] or not bad
+    assert f"what if block: {bad} of 2 layers are bad, mxfp8 has {bad}" in advice.reasons
+    with pytest.raises(ValueError, match="`recipe`: expected one in FP8 that `found` has measured"):
+        fp8jax.advise(found, recipe="current", target="h100")
+
+
 def test_text_runs():
     advice = fp8jax.advise(found("tiny", 0).rows, target="h100", recipe="current")
     scope = {"model": Model("tiny"), "fp8jax": fp8jax}

@@ -86,8 +86,8 @@ def advise(
         target: the GPU that is to train, see `fp8jax.inspect.targets`; None for this process's device.
         recipe: the recipe to advise layers for. None is the recipe of the model that was measured; for a
             plain model the one of `mxfp8`, `current` and `block` with the fewest bad layers, of those that
-            `found` has and the GPU multiplies. Under the model's recipe a layer with a rule is judged by the
-            rule's recipe. `te`, `O2` and `fp8` need rows of a recipe with the same casts, such as `O2`.
+            `found` has and the GPU multiplies. A layer with a rule of a transformed model is judged by its
+            recipe in this model. `te`, `O2` and `fp8` need rows of a recipe with the same casts, as `O2`.
 
     Returns:
         The recipe, and a rule for each bad layer that keeps it in bfloat16, before the rules of the model
@@ -107,12 +107,12 @@ def advise(
     device = None if target is None else targets.get(target).as_device
     others = {name: each for name, each in COMPARED.items() if _runs(each, device) and rows.under(each)}
     chosen = _chosen(rows, recipe, others)
-    name, own = _name(chosen), rows.own if chosen == rows.model else {}
+    name, of_layers = _name(chosen), rows.recipes(chosen)
     backends.choose("auto", scaling.of_recipe(chosen).granularity, device=device)
     fresh = {row.layer for row in rows.under(chosen, is_fresh=True)}
     healthy, bad = fresh - rows.bad(chosen, is_fresh=True).keys(), rows.bad(chosen)
     stale = {layer: bad.pop(layer) for layer in list(bad) if layer in healthy}
-    reasons = [f"{layer}: {why} with {_name(own.get(layer, chosen))}" for layer, why in bad.items()]
+    reasons = [f"{layer}: {why} with {_name(of_layers[layer])}" for layer, why in bad.items()]
     reasons = reasons or [_no_bad(rows.under(chosen, is_fresh=bool(stale)))]
     reasons += [
         f"what if {other}: {len(rows.bad(each))} of {len(measured)} layers are bad, {name} has {len(bad)}"
@@ -124,7 +124,7 @@ def advise(
         share = f"{len(stale)} of {len(measured)}"
         reasons.append(f"scaling=current: delayed scales alone make {share} layers bad, as {layer}: {why}")
     elif scaling.of_recipe(chosen).granularity == "tensor":
-        reasons += _jumps([rows._replace(rows=each).under(chosen) for each in series], set(bad))
+        reasons += _jumps([rows._replace(rows=list(each)).under(chosen) for each in series], set(bad))
     paths = list(dict.fromkeys(layer.partition("#")[0] for layer in bad))
     # A rule for a path comes first. `transform` refuses a later rule without any other layer.
     of_model = [rule for rule, layers in series[-1].rules if not set(layers) <= set(paths)]
@@ -135,9 +135,10 @@ def advise(
 class _Measured(NamedTuple):
     """Rows of several batches."""
 
-    rows: Iterable[OperandRow]
+    rows: list[OperandRow]
     model: Recipe | None  # of the model that was measured; None for a model without FP8
     own: dict[str, Recipe]  # of its layers
+    ruled: dict[str, Recipe]  # of its layers with a rule
 
     @classmethod
     def of(cls, series: list[Rows]) -> "_Measured":
@@ -145,32 +146,41 @@ class _Measured(NamedTuple):
         rows = [row for each in series for row in each]
         own = {row.layer: Recipe.parse(row.recipe) for row in rows if row.is_own}
         counted = collections.Counter(each for each in own.values() if each.is_quantized).most_common(1)
+        if not counted:
+            return cls(rows, None, {}, {})
+        paths = {path for _, layers in series[-1].rules for path in layers}
+        ruled = {layer: each for layer, each in own.items() if layer.partition("#")[0] in paths}
         # Older files do not have the model's recipe.
-        model = (series[-1].recipe if series else None) or next((each for each, _ in counted), None)
-        return cls(rows, model, own) if counted else cls(rows, None, {})
+        return cls(rows, series[-1].recipe or counted[0][0], own, ruled)
+
+    def recipes(self, recipe: Recipe) -> dict[str, Recipe]:
+        """The recipe of each layer in a model of this recipe, without the layers that are not in FP8."""
+        of_layers = self.own if recipe == self.model else self.ruled
+        wanted = {row.layer: of_layers.get(row.layer, recipe) for row in self.rows}
+        return {layer: each for layer, each in wanted.items() if each.is_quantized}
 
     def under(self, recipe: Recipe, *, is_fresh: bool = False) -> list[OperandRow]:
-        """The rows of a recipe, or of recipes that quantize this operand alike; [] for a recipe that was not
-        measured. Layers that a rule keeps out of FP8 have none.
+        """The rows of each layer under its recipe in `recipes`, or under recipes that quantize this operand
+        alike; [] for a recipe that was not measured.
 
-        For the model's recipe they are each layer's own rows, under its own recipe and with its state; with
-        `is_fresh` the rows with scales of the same batch instead.
+        For a layer's own recipe they are its own rows, with its state; with `is_fresh` the rows with scales
+        of the same batch instead.
         """
+        wanted = self.recipes(recipe)
+        wanted = {layer: with_fresh_scales(each) if is_fresh else each for layer, each in wanted.items()}
 
         def fits(row: OperandRow) -> bool:
-            own = self.own.get(row.layer)
-            if own is not None and not own.is_quantized:
-                return False
-            wanted = own if own is not None and recipe == self.model else recipe
-            wanted = with_fresh_scales(wanted) if is_fresh else wanted
-            if row.is_own or own == wanted:
-                return row.is_own and own == wanted
+            if wanted[row.layer] == self.own.get(row.layer):
+                return row.is_own
             measured, operand = Recipe.parse(row.recipe), OPERANDS.index(row.operand)
-            return measured.is_quantized and key_of(measured, operand) == key_of(wanted, operand)
+            is_alike = key_of(measured, operand) == key_of(wanted[row.layer], operand)
+            return measured.is_quantized and is_alike and not row.is_own
 
-        found = [row for row in self.rows if fits(row)]
-        # All recipes without FP8 weight gradients have the same rows of these.
-        return found if any(row.operand == OPERANDS[LHS] for row in found) else []
+        found = [row for row in self.rows if row.layer in wanted and fits(row)]
+        # All recipes without FP8 weight gradients have the same rows of these, and a layer with a rule has
+        # rows under each recipe.
+        inputs = {row.layer for row in found if row.operand == OPERANDS[LHS]}
+        return found if inputs & (wanted.keys() - self.ruled.keys() or inputs) else []
 
     def bad(self, recipe: Recipe, *, is_fresh: bool = False) -> dict[str, str]:
         """The bad layers, each with its worst figure."""
