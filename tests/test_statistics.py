@@ -424,18 +424,27 @@ def test_updates_lost_to_rounding(recipe, lost):
 
 
 @pytest.mark.parametrize("second", ["1", "2"])
-def test_step_of_partitioned_optimizers(second):
-    """A parameter has the moments of the optimizer that updates it, and a frozen one none."""
-    params = {name: jax.random.normal(jax.random.key(0), (64, 64)) for name in ("first", "second", "frozen")}
+@pytest.mark.parametrize("of_subtrees", [False, True])
+def test_step_of_partitioned_optimizers(second, of_subtrees):
+    """A parameter has the moments of the optimizer that updates it, and a frozen one none. A label of a
+    subtree masks the whole subtree by one node."""
+    w = jax.random.normal(jax.random.key(0), (64, 64))
+    params = {name: {"w": w, "b": w[:, 1]} for name in ("first", "second", "frozen")}
     grads = jax.tree.map(lambda x: x.at[0].set(0), params)
     transforms = {name: fp8jax.optim.adamw(1e-3, "te") for name in ("1", second)}
     labels = {"first": "1", "second": second, "frozen": "-"}
+    if not of_subtrees:
+        labels = {
+            name: jax.tree.map(lambda _, label=label: label, params[name]) for name, label in labels.items()
+        }
     tx = optax.partition({**transforms, "-": optax.set_to_zero()}, labels)
     state = tx.init(params)
     updates, new = tx.update(grads, state, params)
     rows = numerics.step_statistics(grads, (params, state), (optax.apply_updates(params, updates), new))
-    assert rows["first"] == rows["second"] == (0.0, 0.0, 0.0)
-    assert rows["frozen"].lost == 1.0 and np.isnan(rows["frozen"][1:]).all()
+    for name in "wb":
+        assert rows[f"first/{name}"] == rows[f"second/{name}"] == (0.0, 0.0, 0.0)
+        lost, *moments = rows[f"frozen/{name}"]
+        assert lost == 1.0 and np.isnan(moments).all()
 
 
 def test_moments_that_underflow():

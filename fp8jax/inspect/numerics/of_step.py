@@ -70,10 +70,13 @@ class StoredParam(NamedTuple):
 
 def stored_params(params: PyTree, opt_state: PyTree) -> list[StoredParam]:
     """The stored arrays of each parameter: the weight alone, unless one state of Adam has the parameter."""
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_scaled)
+    leaves = jax.tree.leaves(params, is_leaf=is_scaled)
 
     def parts(tree: PyTree) -> list[Any]:
-        return [None] * len(leaves) if tree is None else treedef.flatten_up_to(tree)
+        nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_stored)
+        # None, or a mask, stands for a parameter or for a subtree of them.
+        below = [jax.tree.leaves(x, is_leaf=is_scaled) for x in treedef.flatten_up_to(params)]
+        return [node for node, each in zip(nodes, below, strict=True) for _ in each]
 
     adams = [node for node in jax.tree.leaves(opt_state, is_leaf=is_adam_state) if is_adam_state(node)]
     trees = [(each.master, each.remainder, each.adam.mu, each.adam.nu) for each in adams]
@@ -84,6 +87,10 @@ def stored_params(params: PyTree, opt_state: PyTree) -> list[StoredParam]:
         master, *others = found[0] if len(found) == 1 else [None] * 4
         stored.append(StoredParam(leaf if master is None else master, *others))
     return stored
+
+
+def _is_stored(node: Any) -> bool:
+    return node is None or is_masked(node) or is_scaled(node) or isinstance(node, Storage)
 
 
 def _codes(moment: Any) -> jax.Array:
