@@ -311,6 +311,16 @@ def test_the_recipe_and_rules_of_a_module():
     ]
 
 
+def test_a_slice_of_rows_is_of_the_same_model():
+    row = numerics.OperandRow("first", (), "input", "te", True, 3.0, 0.1, 0.0, 31.0, 2.0, 0, 0, 4)
+    of_model = fp8jax.Recipe.TE, ((fp8jax.Rule("first"), ("first",)),), ("other",)
+    rows = numerics.Rows((row, row._replace(operand="kernel")), *of_model)
+    assert rows[:1].rules == rows.rules and rows[:1] == numerics.Rows((row,), *of_model)
+    assert rows[1].operand == "kernel"
+    assert len(rows) == len(list(rows)) == 2 and row in rows
+    assert rows != numerics.Rows(rows.rows) and rows != rows.rows
+
+
 def test_training_steps_are_the_same_program():
     """Statistics leave nothing behind: the next trace of a step is the one before."""
     model = fp8jax.transform(Linen(), "te")

@@ -197,7 +197,7 @@ def _series(found: Any) -> list[Rows]:
     given: list[Any] = [found] if isinstance(found, Statistics | Rows) else list(found)
     given = [given] if given and isinstance(given[0], OperandRow) else given
     given = [each.rows if isinstance(each, Statistics) else each for each in given]
-    return [each if isinstance(each, Rows) else Rows(each) for each in given]
+    return [each if isinstance(each, Rows) else Rows(tuple(each)) for each in given]
 
 
 def _runs(recipe: Recipe, device: backends.Device | None) -> bool:

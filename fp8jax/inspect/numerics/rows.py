@@ -6,8 +6,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -58,30 +58,32 @@ class OperandRow(NamedTuple):
         return self.layer + self.place
 
 
-class Rows(tuple[OperandRow, ...]):
-    """Rows, and the model that they are of.
+@dataclasses.dataclass(frozen=True)
+class Rows(Sequence[OperandRow]):
+    """A sequence of rows, and the model that they are of; a slice is of the same model.
 
     Attributes:
+        rows: the rows.
         recipe: the recipe of a transformed model; None for a plain one, and in older files.
         rules: the rules of the model, or of `fp8jax.statistics` for a plain one.
         unmeasured: the layers without rows, since no gradient reached them, as below a `stop_gradient`.
     """
 
-    recipe: Recipe | None
-    rules: tuple[UsedRule, ...]
-    unmeasured: tuple[str, ...]
+    rows: tuple[OperandRow, ...] = ()
+    recipe: Recipe | None = None
+    rules: tuple[UsedRule, ...] = ()
+    unmeasured: tuple[str, ...] = ()
 
-    def __new__(
-        cls,
-        rows: Iterable[OperandRow] = (),
-        recipe: Recipe | None = None,
-        rules: Iterable[UsedRule] = (),
-        unmeasured: Iterable[str] = (),
-    ) -> "Rows":
-        """The rows of a model."""
-        new = super().__new__(cls, rows)
-        new.recipe, new.rules, new.unmeasured = recipe, tuple(rules), tuple(unmeasured)
-        return new
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> OperandRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> "Rows": ...
+    def __getitem__(self, index: int | slice) -> "OperandRow | Rows":
+        is_slice = isinstance(index, slice)
+        return dataclasses.replace(self, rows=self.rows[index]) if is_slice else self.rows[index]
 
 
 class MeasuredLayer(NamedTuple):
@@ -127,14 +129,14 @@ class Statistics:
     def rows(self) -> Rows:
         """The rows of all layers that were used, operand by operand."""
         pairs = list(zip(jax.device_get(self.records), self.layers, strict=True))
-        rows = (
+        rows = tuple(
             row
             for records, layer in pairs
             for index in np.ndindex(records.uses.shape)
             if records.uses[index]
             for row in _rows(layer, index, jax.tree.map(lambda x, at=index: x[at], records))
         )
-        unmeasured = (layer.layer for records, layer in pairs if not records.uses.any())
+        unmeasured = tuple(layer.layer for records, layer in pairs if not records.uses.any())
         return Rows(rows, self.recipe, self.rules, unmeasured)
 
     def __str__(self) -> str:
@@ -153,7 +155,7 @@ def as_json(rows: Iterable[OperandRow]) -> str:
     def finite(x: Any) -> Any:
         return None if isinstance(x, float) and not math.isfinite(x) else x
 
-    rows = rows if isinstance(rows, Rows) else Rows(rows)
+    rows = rows if isinstance(rows, Rows) else Rows(tuple(rows))
     content = {
         "recipe": None if rows.recipe is None else str(rows.recipe),
         "rules": [[rule.options(), layers] for rule, layers in rows.rules],
@@ -174,9 +176,9 @@ def load(path: str | os.PathLike[str]) -> Rows:
             content = json.load(file)
             content = content if isinstance(content, dict) else {"rows": content}  # of version 0.1.0
             recipe = content.get("recipe")
-            rules = [UsedRule(Rule(**rule), tuple(layers)) for rule, layers in content.get("rules", ())]
-            of_model = recipe and Recipe.parse(recipe), rules, content.get("unmeasured", ())
-            return Rows(map(_from_json, content["rows"]), *of_model)
+            rules = (UsedRule(Rule(**rule), tuple(layers)) for rule, layers in content.get("rules", ()))
+            of_model = recipe and Recipe.parse(recipe), tuple(rules), tuple(content.get("unmeasured", ()))
+            return Rows(tuple(map(_from_json, content["rows"])), *of_model)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"`path`: expected rows of fp8jax.statistics in {path}; got {error}.") from None
 

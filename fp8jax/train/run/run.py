@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ class Model:
         """See `checks.bad_layer`."""
         return checks.bad_layer(self.trainer, self.state, self.batch)
 
-    def measure(self) -> tuple[OperandRow, ...]:
+    def measure(self) -> Sequence[OperandRow]:
         """Statistics of the newest batch, see `Trainer.statistics`; () if they cannot be taken, and no more
         are then: a run does not end for them."""
         try:
