@@ -100,10 +100,10 @@ def advise(
     series = _series(found)
     rows = _Measured.of(series)
     measured = {row.layer for row in rows.rows}
-    not_measured = note_of(dict.fromkeys(x for each in series for x in each.unmeasured if x not in measured))
+    unmeasured = dict.fromkeys(x for each in series for x in each.unmeasured if x not in measured)
     if not measured:
-        what = ", ".join(["none", *not_measured])
-        raise ValueError(f"`found`: expected statistics from `fp8jax.statistics` with rows; got {what}.")
+        why = f" No gradient reaches: {', '.join(unmeasured)}." if unmeasured else ""
+        raise ValueError(f"`found`: expected statistics from `fp8jax.statistics` with rows; got none.{why}")
     device = None if target is None else targets.get(target).as_device
     others = {name: each for name, each in COMPARED.items() if _runs(each, device) and rows.under(each)}
     chosen = _chosen(rows, recipe, others)
@@ -129,7 +129,7 @@ def advise(
     # A rule for a path comes first. `transform` refuses a later rule without any other layer.
     of_model = [rule for rule, layers in series[-1].rules if not set(layers) <= set(paths)]
     rules = dict.fromkeys([*(Rule(pattern_of(path)) for path in paths), *of_model])
-    return Advice(name, tuple(rules), (*reasons, *not_measured))
+    return Advice(name, tuple(rules), (*reasons, *note_of(unmeasured)))
 
 
 class _Measured(NamedTuple):

@@ -66,7 +66,7 @@ class Rows(Sequence[OperandRow]):
         rows: the rows.
         recipe: the recipe of a transformed model; None for a plain one, and in older files.
         rules: the rules of the model, or of `fp8jax.statistics` for a plain one.
-        unmeasured: the layers without rows, since no gradient reached them, as below a `stop_gradient`.
+        unmeasured: the layers without rows, since no gradient reaches them, as below a `stop_gradient`.
     """
 
     rows: tuple[OperandRow, ...] = ()
@@ -212,7 +212,7 @@ def load_run(run: str | os.PathLike[str]) -> list[Rows]:
 def note_of(unmeasured: Iterable[str]) -> list[str]:
     """A line that names the layers that were not measured; none without such layers."""
     names = ", ".join(unmeasured)
-    return [f"not measured, no gradient reached them: {names}"] if names else []
+    return [f"not measured, since no gradient reaches them: {names}"] if names else []
 
 
 def table(rows: Iterable[OperandRow]) -> str:
