@@ -32,8 +32,8 @@ def step_statistics(
     A gradient that is not zero makes both moments and the update nonzero, up to rounding; without a gradient
     an update comes from a first moment that is not zero. The stored weight is the weight, and with it the
     master weight and the byte of `rounding="kahan"`, where there are any. So a weight whose byte changed is
-    not lost. Moments are known where one Adam of `fp8jax.optim` updates the
-    parameter, also in an `optax.partition`.
+    not lost. Moments are known where one Adam of `fp8jax.optim` updates the parameter, also in an
+    `optax.partition`.
 
     Args:
         grads: the gradients, a tree like the parameters.
