@@ -318,3 +318,20 @@ def test_moments_of_two_adams_raise(tx, count):
     """`moments` needs exactly one Adam in the state."""
     with pytest.raises(ValueError, match=f"`state`: expected .* one pair of Adam moments; got {count}"):
         moments(tx.init(PARAMETERS))
+
+
+@pytest.mark.parametrize("name", ["te", "fp8"])
+def test_training_goes_on_after_a_microbatch_of_nans(name):
+    """optax multiplies the sum by zero between steps, which leaves a NaN."""
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    grads = jax.tree.map(lambda x: 0.1 * x, params)
+    tx = fp8jax.optim.multi_steps(adamw(1e-2, name, weight_decay=0.0), 2)
+    update, state = jax.jit(tx.update), tx.init(params)
+    before = params
+    for number in range(6):
+        given = jax.tree.map(lambda x, is_bad=number == 0: x * jnp.nan if is_bad else x, grads)
+        updates, state = update(given, state, params)
+        params = fp8jax.apply_updates(params, updates)
+    assert fp8jax.optim.skipped(state) == 1 and state.gradient_step == 3
+    steps = jax.tree.map(lambda new, old: new - old, params, before)
+    chex.assert_trees_all_close(steps, jax.tree.map(lambda x: jnp.full_like(x, -0.02), before), rtol=0.2)

@@ -139,7 +139,8 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
     """`optax.MultiSteps(tx, every_k)` that dequantizes gradients and averages them in float32.
 
     FP8 codes cannot be averaged, and `optax.MultiSteps` raises on FP8 gradients. Parameters and the state of
-    `tx` keep their formats. With float gradients, as the recipe "te" has, `optax.MultiSteps` does the same.
+    `tx` keep their formats. With float gradients, as the recipe "te" has, `optax.MultiSteps` does the same,
+    but for a microbatch with NaN or infinity: here `tx` skips one step, and optax's sums stay NaN for ever.
 
     Args:
         tx: the optimizer, e.g. an `optax.chain` that ends in `fp8jax.optim.adamw`.
@@ -161,7 +162,9 @@ def multi_steps(tx: optax.GradientTransformation, every_k: Any) -> optax.Gradien
         broken = check_tags(updates)
         grads = jax.tree.map(value, updates, is_leaf=is_scaled)
         new, state = multi(tx.init).update(grads, state, params, **extra)
-        return spoilt_updates(new, params, broken, grads), state
+        # optax multiplies the sum of a finished step by zero, which keeps NaN and infinity for ever.
+        acc_grads = jax.tree.map(lambda x: jnp.where(state.mini_step == 0, 0, x), state.acc_grads)
+        return spoilt_updates(new, params, broken, grads), state._replace(acc_grads=acc_grads)
 
     return takes_variables(optax.GradientTransformationExtraArgs(init, update))
 
