@@ -21,6 +21,9 @@ STATISTICS = "batch_stats"  # Flax's collection of a BatchNorm's means and varia
 # Other collections, such as batch statistics, belong to the module.
 OURS = (PARAMS, SCALING, LOSS_SCALE, FROZEN)
 
+# The collections of Flax's own modules without parameters.
+OF_FLAX = (STATISTICS, "cache", "intermediates", "params_axes", "perturbations")
+
 
 def has_params(variables: Any) -> bool:
     """Whether `variables` are collections rather than parameters."""

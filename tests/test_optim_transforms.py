@@ -335,3 +335,22 @@ def test_training_goes_on_after_a_microbatch_of_nans(name):
     assert fp8jax.optim.skipped(state) == 1 and state.gradient_step == 3
     steps = jax.tree.map(lambda new, old: new - old, params, before)
     chex.assert_trees_all_close(steps, jax.tree.map(lambda x: jnp.full_like(x, -0.02), before), rtol=0.2)
+
+
+@pytest.mark.parametrize("make", [lambda: adamw(0.1, "te"), lambda: clip_by_global_norm(1.0), dequantize])
+def test_gradients_beside_params_are_not_dropped(make):
+    grads = {PARAMS: {"w": jnp.ones((4, 4))}, "log_temp": jnp.ones(())}
+    tx = make()
+    with pytest.raises(ValueError, match="`updates`: expected.*'params' alone; got.*'log_temp'.*'model'"):
+        tx.update(grads, tx.init(grads), grads)
+    with pytest.raises(ValueError, match="'log_temp'"):
+        fp8jax.optim.global_norm(grads)
+
+
+@pytest.mark.parametrize("name", ["batch_stats", "loss_scale", "intermediates"])
+def test_gradients_of_collections_without_parameters_are_dropped(name):
+    """JAX's own gradient of whole variables has them."""
+    grads = {PARAMS: {"w": jnp.ones((4, 4))}, name: {"mean": jnp.ones(4)}, "empty": {}}
+    tx = adamw(0.1, "te")
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    assert updates.keys() == {PARAMS} and fp8jax.optim.global_norm(grads) == 4

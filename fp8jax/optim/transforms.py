@@ -16,11 +16,16 @@ from fp8jax.optim.guard.lost_tags import check_tags, spoilt_updates
 from fp8jax.optim.guard.replace_update import refuse_replaced
 from fp8jax.platforms import is_at_hand
 from fp8jax.quantization import ScaledArray, ScaledGradient, is_scaled, refuse_dicts, value
-from fp8jax.variables import PARAMS, SCALING, has_params, params_of
+from fp8jax.variables import OF_FLAX, OURS, PARAMS, SCALING, has_params, params_of
 
 
 def takes_variables(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`tx` for parameters or whole variables: it gets the "params" collection of a tree that has one."""
+    """`tx` for parameters or whole variables: it gets the "params" collection of a tree that has one.
+
+    Raises:
+        TypeError: from `init` and `update`, masks or labels took codes or scales out of scaled arrays.
+        ValueError: from `update`, the scaling state did not move, or there are gradients beside "params".
+    """
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
@@ -39,10 +44,22 @@ def takes_variables(tx: optax.GradientTransformation) -> optax.GradientTransform
                 "is no gradient. `fp8jax.value_and_grad` returns both apart, as in `loss, grads, variables`; "
                 f"of gradients by JAX's own, give ['params'], and take [{SCALING!r}] as the new state."
             )
+        _refuse_other_gradients(updates)
         new, state = update(updates[PARAMS], state, params, **extra)
         return {PARAMS: new}, state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refuse_other_gradients(grads: Any) -> None:
+    """Raises ValueError for gradients beside the collection "params", which would be dropped."""
+    known = (*OURS, *OF_FLAX)
+    if others := [name for name in grads if name not in known and jax.tree.leaves(grads[name])]:
+        raise ValueError(
+            f"`updates`: expected gradients in {PARAMS!r} alone; got also {', '.join(map(repr, others))}: "
+            f"collections beside {PARAMS!r}, which no optimizer trains. Put all that is trained into "
+            f"{PARAMS!r}, as in {{{PARAMS!r}: {{'model': ..., {others[0]!r}: ...}}}}; else give ['params']."
+        )
 
 
 def _refuse_cut(tree: Any) -> None:
@@ -95,9 +112,12 @@ def global_norm(tree: Any) -> jax.Array:
 
     Raises:
         TypeError: the tree has an optimizer's updates of quantized parameters, which are their new values.
+        ValueError: the tree has arrays beside "params" in collections that are neither Flax's nor fp8jax's.
     """
     refuse_dicts(tree)
     refuse_replaced(tree)
+    if has_params(tree):
+        _refuse_other_gradients(tree)
     leaves = jax.tree.leaves(params_of(tree), is_leaf=is_scaled)
     squares = [jnp.sum(jnp.square(value(leaf).astype(jnp.float32))) for leaf in leaves]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
