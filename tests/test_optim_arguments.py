@@ -126,3 +126,42 @@ def test_numpy_takes_the_value():
     np.testing.assert_array_equal(np.mean(kernel), 3.5)
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(np.asarray)(kernel)
+
+
+@pytest.mark.parametrize("make", [adam, adamw, adamw_8bit, fp8jax.optim.muon])
+def test_complex_parameters(make):
+    """An imaginary part would never train, so its remedy is in the message, and works."""
+    params = {"c": jnp.full((4, 4), 1 + 1j, jnp.complex64), "r": jnp.ones(4)}
+    tx, wrapped = make(0.1, "te"), optax.contrib.split_real_and_imaginary(make(0.1, "te"))
+    with pytest.raises(ValueError, match="`params`: expected real.*complex64.*split_real_and_imaginary"):
+        tx.init(params)
+    state = tx.init(jax.tree.map(jnp.real, params))
+    with pytest.raises(ValueError, match="`updates`: expected real.*complex64"):
+        tx.update(params, state, jax.tree.map(jnp.real, params))
+    updates, _ = wrapped.update(params, wrapped.init(params), params)
+    assert jnp.all((updates["c"].real < 0) & (updates["c"].imag < 0)) and jnp.all(updates["r"] < 0)
+
+
+def test_norm_of_complex_gradients():
+    grads = {"c": jnp.array([0, 4j]), "r": jnp.array([3.0])}
+    assert fp8jax.optim.global_norm(grads) == 5
+    clipped, _ = clip_by_global_norm(1.0).update(grads, clip_by_global_norm(1.0).init(grads))
+    np.testing.assert_allclose(clipped["c"], grads["c"] / 5)
+
+
+def test_complex_parameters_of_an_optimizer_of_optax():
+    params = {"c": jnp.full(4, 1 + 1j, jnp.complex64)}
+    tx, other = with_dequantized(optax.adamw(0.1)), optax.adamw(0.1)
+    updates, state = tx.update(params, tx.init(params), params)
+    want, _ = other.update(params, other.init(params), params)
+    np.testing.assert_array_equal(updates["c"], want["c"])
+    bad = {"c": params["c"].at[0].set(complex(0, NAN))}
+    updates, state = tx.update(bad, state, params)
+    assert fp8jax.optim.skipped(state) == 1 and not jnp.any(updates["c"])
+
+
+@pytest.mark.parametrize("params", [{}, {"n": jnp.arange(3)}, {"n": None}])
+def test_with_dequantized_of_no_floats(params):
+    tx = with_dequantized(optax.sgd(0.1))
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params) and fp8jax.optim.skipped(state) == 0

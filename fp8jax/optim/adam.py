@@ -56,8 +56,8 @@ def scale_by_adam(
 
     Raises:
         ValueError: the recipe has master weights, which only `adam` and `adamw` support; from `init`, the
-            parameters need master weights, their format is not the recipe's, or the recipe rounds such
-            weights otherwise than to nearest, as `fp8` does.
+            parameters are complex or need master weights, their format is not the recipe's, or the recipe
+            rounds such weights otherwise than to nearest, as `fp8` does.
     """
     row = checks.recipe_of(recipe)
     if row is not None and row.master_weight != "-":
@@ -108,8 +108,9 @@ def adam(
         TypeError: `learning_rate` is a recipe, or a hyperparameter is no number; from `update`, `state` is
             not this optimizer's, or arithmetic changed an FP8 gradient (compiled code cannot raise).
         ValueError: a hyperparameter is NaN, infinite or negative, or a decay rate is 1 or more; `seed` has
-            more than 32 bits; from `update`, `state` has the formats of another recipe, see `convert`; from
-            `init`, the format of the parameters' `ScaledArray`s is not the recipe's.
+            more than 32 bits; from `update`, `state` has the formats of another recipe, see `convert`, or
+            was made for other parameters; from `init`, the format of the parameters' `ScaledArray`s is not
+            the recipe's, or parameters are complex: `optax.contrib.split_real_and_imaginary` takes these.
 
     `init` warns of what rounding to nearest loses with these decay rates and this learning rate.
     """

@@ -123,6 +123,17 @@ def refuse_8_bits(params: Any) -> None:
             )
 
 
+def refuse_complex(name: str, tree: Any) -> None:
+    """Raises ValueError for complex parameters or gradients: Adam and Muon compute in float32."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scaled):
+        if not is_scaled(leaf) and jnp.iscomplexobj(leaf):
+            raise ValueError(
+                f"`{name}`: expected real numbers; got {leaf.dtype}{list(leaf.shape)} at "
+                f"{jax.tree_util.keystr(path)}. Say optax.contrib.split_real_and_imaginary(...) around the "
+                "optimizer, which trains both parts."
+            )
+
+
 def refuse_rounding(recipe: Recipe | None, params: Any) -> None:
     """Raises ValueError for quantized or 16-bit weights that the recipe does not round to nearest. For
     optimizers that do not write the weights."""

@@ -140,18 +140,19 @@ def with_dequantized(
         values = [_value_of(*pair, row) for pair in zip(leaves, remainders, strict=True)]
         new, inner = tx.update(grads, state.inner, treedef.unflatten(values), **extra)
         new = treedef.flatten_up_to(new)
-        weights = [old.astype(jnp.float32) + update for old, update in zip(values, new, strict=True)]
+        weights = [_in_float32(old) + update for old, update in zip(values, new, strict=True)]
         ok = _are_finite(weights) & _stays_finite(state.inner, inner)
         seeds = [None] * len(leaves)
         if state.key is not None:
             seeds = list(leaf_seeds(state.key, state.count + 1, len(leaves)))
         each = zip(leaves, remainders, seeds, weights, new, strict=True)
-        new, remainders = zip(*(_written(*leaf, ok, row) for leaf in each), strict=True)
-        updates = spoilt_updates(treedef.unflatten(new), params, broken, grads)
+        written = [_written(*leaf, ok, row) for leaf in each]
+        updates, remainders = (treedef.unflatten(pair[i] for pair in written) for i in range(2))
+        updates = spoilt_updates(updates, params, broken, grads)
         return updates, DequantizedState(
             jax.tree.map(lambda new, old: jnp.where(ok, new, old), inner, state.inner),
             state.skipped + jnp.where(ok, 0, 1),
-            None if state.remainder is None else in_variables(state.remainder, treedef.unflatten(remainders)),
+            None if state.remainder is None else in_variables(state.remainder, remainders),
             state.key,
             None if state.count is None else jnp.where(ok, state.count + 1, state.count),
         )
@@ -169,10 +170,14 @@ def _value_of(leaf: Any, remainder: Any, row: Any) -> Any:
     return decode_weight(leaf, remainder) if is_decoded else leaf
 
 
-def _are_finite(tree: Any) -> jax.Array:
-    """Whether all floats of a tree are finite."""
-    arrays = map(jnp.asarray, jax.tree.leaves(tree))
-    return jnp.all(jnp.stack([amax(x) for x in arrays if jnp.issubdtype(x.dtype, jnp.floating)]) < jnp.inf)
+def _in_float32(x: Any) -> Any:
+    return x if jnp.iscomplexobj(x) else x.astype(jnp.float32)
+
+
+def _are_finite(arrays: list[jax.Array]) -> jax.Array:
+    """Whether all of these floats and complex numbers are finite."""
+    parts = [y for x in arrays for y in ((x.real, x.imag) if jnp.iscomplexobj(x) else (x,))]
+    return jnp.all(jnp.stack([jnp.zeros((), jnp.float32), *map(amax, parts)]) < jnp.inf)
 
 
 def _stays_finite(old: Any, new: Any) -> jax.Array:
@@ -181,7 +186,7 @@ def _stays_finite(old: Any, new: Any) -> jax.Array:
     changes = [
         ~(jnp.isfinite(y) | jnp.isnan(x) | (jnp.isinf(x) & ~jnp.isnan(y)))
         for x, y in pairs
-        if jnp.issubdtype(y.dtype, jnp.floating)
+        if jnp.issubdtype(y.dtype, jnp.inexact)
     ]
     return ~any_of([jnp.zeros((), bool), *map(jnp.any, changes)])
 

@@ -74,6 +74,7 @@ def optimizer(rule: UpdateRule) -> optax.GradientTransformationExtraArgs:
 
 def _init(rule: UpdateRule, params: Any) -> AdamState:
     checks.check_weights(rule.recipe, params)
+    checks.refuse_complex("params", params)
     if rule.learning_rate is None:
         checks.refuse_8_bits(params)
         checks.refuse_rounding(rule.recipe, params)
@@ -106,6 +107,7 @@ def _update(rule: UpdateRule, updates: Any, state: Any, params: Any = None) -> t
     boxes = updates, state.adam.mu, state.adam.nu, state.master, state.remainder
     updates, *arrays = map(without_variables, boxes)
     check_tags(updates)
+    checks.refuse_complex("updates", updates)
     params = without_variables(params)
     check_finite_scales(params)
     params = with_float32_scales(params)

@@ -119,7 +119,7 @@ def global_norm(tree: Any) -> jax.Array:
     if has_params(tree):
         _refuse_other_gradients(tree)
     leaves = jax.tree.leaves(params_of(tree), is_leaf=is_scaled)
-    squares = [jnp.sum(jnp.square(value(leaf).astype(jnp.float32))) for leaf in leaves]
+    squares = [jnp.sum(jnp.square(jnp.abs(value(leaf)).astype(jnp.float32))) for leaf in leaves]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
