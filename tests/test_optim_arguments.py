@@ -165,3 +165,38 @@ def test_with_dequantized_of_no_floats(params):
     tx = with_dequantized(optax.sgd(0.1))
     updates, state = jax.jit(tx.update)(params, tx.init(params), params)
     assert jax.tree.structure(updates) == jax.tree.structure(params) and fp8jax.optim.skipped(state) == 0
+
+
+LAYERS = {"a": jnp.ones((8, 8)), "b": jnp.ones(8)}
+
+
+def part(**labels):
+    return optax.partition({"on": adamw(1e-2, "te"), "off": optax.set_to_zero()}, labels)
+
+
+OTHERS = {
+    "a layer more": (adamw(1e-2, "fp8"), adamw(1e-2, "fp8"), {"a": LAYERS["a"]}, LAYERS, r"without \['b'\]"),
+    "a layer less": (adamw(1e-2, "te"), adamw(1e-2, "te"), LAYERS, {"a": LAYERS["a"]}, r"with \['b'\]"),
+    "unfrozen": (part(a="off", b="on"), part(a="on", b="on"), LAYERS, LAYERS, r"without \['a'\]"),
+    "frozen": (part(a="on", b="on"), part(a="off", b="on"), LAYERS, LAYERS, r"with \['a'\]"),
+    "a layer in place of an array": (adam(1e-2), adam(1e-2), LAYERS, {**LAYERS, "b": LAYERS}, "with"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_states_of_other_parameters(name):
+    old, new, before, params, got = OTHERS[name]
+    with pytest.raises(ValueError, match=f"`state`: expected.*{got}.*`init`.*that stay"):
+        new.update(params, old.init(before), params)
+
+
+def test_moments_of_layers_that_stay():
+    """The remedy of the message: a new state with the old one's count and moments."""
+    tx = adamw(1e-2, "te")
+    before = {"a": LAYERS["a"]}
+    _, old = tx.update(before, tx.init(before), before)
+    new = tx.init(LAYERS)
+    mu, nu = ({**tree, "a": stored["a"]} for tree, stored in zip(new.adam[1:], old.adam[1:], strict=True))
+    updates, _ = tx.update(LAYERS, new._replace(adam=old.adam._replace(mu=mu, nu=nu)), LAYERS)
+    want, _ = tx.update(before, old, before)
+    np.testing.assert_array_equal(updates["a"], want["a"])

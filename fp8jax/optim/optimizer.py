@@ -31,6 +31,7 @@ from fp8jax.optim.step import (
     largest_update,
     nesterov_shares,
 )
+from fp8jax.optim.storage import Storage
 from fp8jax.optim.transforms import plain_mask, takes_variables
 from fp8jax.platforms import with_auto_axes
 from fp8jax.quantization import (
@@ -113,11 +114,8 @@ def _update(rule: UpdateRule, updates: Any, state: Any, params: Any = None) -> t
     params = with_float32_scales(params)
     grads, treedef = jax.tree.flatten(updates, is_leaf=is_scaled)
     count = jnp.asarray(optax.safe_increment(state.adam.count))
-    nothing = [None] * len(grads)
-    mu, nu, master, remainder = (
-        nothing if tree is None else treedef.flatten_up_to(filled(tree, updates)) for tree in arrays
-    )
-    olds = nothing if rule.learning_rate is None else treedef.flatten_up_to(params)
+    mu, nu, master, remainder = _flat_state(arrays, treedef, updates)
+    olds = [None] * len(grads) if rule.learning_rate is None else treedef.flatten_up_to(params)
     parts = zip(grads, mu, nu, olds, master, remainder, strict=True)
     leaves = [ParamState(*part) for part in parts]
     _check_shapes(leaves)
@@ -175,6 +173,32 @@ def _scalars(rule: UpdateRule, old: Any, count: Any) -> AdamScalars:
         scalars = scalars._replace(nesterov=nesterov, muon=rule.muon.scalars(old, count))
     scalars = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), scalars)
     return scalars._replace(limit=largest_update(scalars, rule.eps))
+
+
+def _flat_state(arrays: list[Any], treedef: Any, updates: Any) -> list[list[Any]]:
+    """The leaves of a state's trees for each gradient.
+
+    Raises:
+        ValueError: the state is of other parameters.
+    """
+    try:
+        nothing = [None] * treedef.num_leaves
+        flat = [nothing if tree is None else treedef.flatten_up_to(filled(tree, updates)) for tree in arrays]
+        if all(hasattr(mu, "shape") for mu in flat[0]):
+            return flat
+    except (TypeError, ValueError):
+        pass
+    is_leaf = lambda node: is_scaled(node) or isinstance(node, Storage)  # noqa: E731
+    given, seen = (
+        {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
+        for tree in (updates, arrays[0])
+    )
+    pairs = ("without", given - seen), ("with", seen - given)
+    others = " and ".join(f"{word} {min(names)}" for word, names in pairs if names) or "in other containers"
+    raise ValueError(
+        f"`state`: expected the state of the parameters of `updates`; got that of others, {others}. Begin "
+        "with `init`, and copy `adam.count` and, of the layers that stay, the entries in the state's trees."
+    )
 
 
 def _check_shapes(leaves: list[ParamState]) -> None:
