@@ -527,3 +527,24 @@ def test_a_state_of_another_kind():
         TypeError, match="expected the `AdamState`.*got a DequantizedState.*`init` for another"
     ):
         adamw(1e-3, "fp8").update(grads_of(0), state, params)
+
+
+@pytest.mark.parametrize("labels", [{"f": "off", "t": "on"}, {"f": {"w": "off", "b": "off"}, "t": "on"}])
+@pytest.mark.parametrize("name", ["O3", "fp8"])
+def test_masters_beside_frozen_layers(name, labels):
+    """A frozen layer has no master weight, and keeps its value."""
+    params = {layer: {"w": params_of(name)["w"], "b": jnp.ones(64)} for layer in "ft"}
+    tx = optax.partition({"on": adamw(1e-3, name), "off": optax.set_to_zero()}, labels)
+    state = tx.init(params)
+    got = masters(state, params)
+    plain = jax.tree.map(quantization.value, params, is_leaf=quantization.is_scaled)
+    assert jax.tree.structure(got) == jax.tree.structure(plain)
+    jax.tree.map(np.testing.assert_array_equal, got, plain)
+    more = jax.tree.map(lambda x: 1.01 * x, plain)
+    changed = fp8jax.optim.with_masters(state, {PARAMS: more})
+    assert jax.tree.structure(changed) == jax.tree.structure(state)
+    got, want = masters(changed, params), more["t"]["w"] if name == "O3" else plain["t"]["w"]
+    np.testing.assert_allclose(got["t"]["w"], want, rtol=1e-3, atol=1e-6)
+    np.testing.assert_array_equal(got["f"]["w"], plain["f"]["w"])
+    with pytest.raises(ValueError, match="other names are"):
+        fp8jax.optim.with_masters(state, {"t": more["t"], "g": more["f"]})

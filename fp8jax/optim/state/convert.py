@@ -99,22 +99,20 @@ def masters(state: Any, params: Any) -> Any:
 
     Returns:
         A tree like the parameters, with the master weight, or the weight where there is none, plus the
-        remainder.
+        remainder. Parameters that `optax.partition` or `masked` freezes have their values.
 
     Raises:
         ValueError: `state` has no Adam or more than one, or belongs to other parameters.
     """
     tree, adam = params[PARAMS] if has_params(params) else params, one_adam(state)
-    leaves, treedef = jax.tree.flatten(without_variables(tree), is_leaf=is_scaled)
-    mu, *others = (without_variables(x) for x in (adam.adam.mu, adam.master, adam.remainder))
-    stored = [jax.tree.leaves(filled(x, mu), is_leaf=lambda x: x is None or is_scaled(x)) for x in others]
-    if [x.shape for x in leaves] != [x.shape for x in jax.tree.leaves(mu, is_leaf=_is_stored)]:
-        raise ValueError("`params`: expected the parameters that `state` was made for; got another tree.")
-    rows = zip(leaves, *(x if x != [None] else [None] * len(leaves) for x in stored), strict=True)
-    new = [
-        decode_weight(*jax.tree.map(_fetched, (param if master is None else master, remainder)))
-        for param, master, remainder in rows
-    ]
+    treedef, mus, _, *rows = _flat(adam, without_variables(tree))
+    new = []
+    for mu, param, master, remainder in zip(mus, *rows, strict=True):
+        if is_masked(mu):
+            new.append(jax.tree.map(decode, param, is_leaf=is_scaled))
+            continue
+        parts = jax.tree.map(_fetched, (param if master is None else master, remainder))
+        new.append(decode_weight(*parts))
     return in_variables(tree, treedef.unflatten(new))
 
 
@@ -213,24 +211,12 @@ def _name_of(stored: Any) -> str:
 def _converted(
     state: AdamState, params: Any, recipe: Recipe, seed: int, zero: Zero | None, in_8_bits: bool
 ) -> AdamState:
-    mus, nus, *others = (without_variables(tree) for tree in (*state.adam[1:], state.master, state.remainder))
-    nus, *others = (filled(tree, mus) for tree in (nus, *others))
-    mus, treedef = jax.tree.flatten(mus, is_leaf=_is_stored)
-    nothing = [None] * len(mus)
-    try:
-        nus, params = treedef.flatten_up_to(nus), treedef.flatten_up_to(params)
-        others = [nothing if tree is None else treedef.flatten_up_to(tree) for tree in others]
-    except (TypeError, ValueError):
-        raise ValueError(
-            "`params`: expected the parameters that `state` was made for; got another tree."
-        ) from None
+    treedef, *rows = _flat(state, params)
     new = []
-    for mu, nu, param, master, remainder in zip(mus, nus, params, *others, strict=True):
+    for mu, nu, param, master, remainder in zip(*rows, strict=True):
         if is_masked(mu):
             new.append([mu] * 4)
             continue
-        if mu.shape != param.shape:
-            raise ValueError(f"`params`: expected a parameter of shape {mu.shape}; got {param.shape}.")
         old = ParamState(None, mu, nu, param, master, remainder)
         leaf = _converted_leaf(old, stored_formats(param, recipe, in_8_bits, is_matrix=nu is None))
         new.append(leaf if zero is None else [zero.place_state(stored, param) for stored in leaf])
@@ -242,6 +228,33 @@ def _converted(
     numbers: Any = state.adam.count, state.skipped, key
     count, skipped, key = numbers if zero is None else jax.tree.map(zero.replicated, numbers)
     return AdamState(optax.ScaleByAdamState(count, mu, nu), master, skipped, remainder, key)
+
+
+def _flat(state: AdamState, params: Any) -> tuple[Any, ...]:
+    """The tree of a state, in which `is_masked` nodes are leaves, and its moments, parameters, master weights
+    and remainders; beside a masked leaf are parts of the other trees.
+
+    Raises:
+        ValueError: the state is of other parameters.
+    """
+    mus, nus, *others = (without_variables(tree) for tree in (*state.adam[1:], state.master, state.remainder))
+    nus, *others = (filled(tree, mus) for tree in (nus, *others))
+    mus, treedef = jax.tree.flatten(mus, is_leaf=_is_stored)
+    nothing = [None] * len(mus)
+    try:
+        nus, params = treedef.flatten_up_to(nus), treedef.flatten_up_to(params)
+        others = [nothing if tree is None else treedef.flatten_up_to(tree) for tree in others]
+    except (TypeError, ValueError):
+        raise ValueError(
+            "`params`: expected the parameters that `state` was made for; got another tree."
+        ) from None
+    for mu, param in zip(mus, params, strict=True):
+        if not is_masked(mu) and mu.shape != param.shape:
+            raise ValueError(
+                f"`params`: expected the parameters that `state` was made for, here {mu.shape}; got "
+                f"{param.shape}."
+            )
+    return treedef, mus, nus, params, *others
 
 
 def _converted_roundings(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fp8jax import formats
 from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
-from fp8jax.optim.state import is_adam_state
+from fp8jax.optim.state import is_adam_state, is_masked
 from fp8jax.optim.step.codecs import zeros
 from fp8jax.optim.step.weight_remainder import is_rounded
 from fp8jax.optim.storage import Blockwise, LinearInt8
@@ -170,19 +170,28 @@ def _masters_from(params: Any, masters: Any) -> Any:
     """Master weights with the values of `params`; the boxes around both may be of different classes."""
 
     def is_place(node: Any) -> bool:
-        return node is None or is_scaled(node)
+        return node is None or is_scaled(node) or is_masked(node)
 
-    sources, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
     places, treedef = jax.tree.flatten_with_path(masters, is_leaf=is_place)
-    names, expected = ([_names(path) for path, _ in leaves] for leaves in (sources, places))
+    places = [(_names(path), old) for path, old in places]
+    frozen = [name for name, old in places if is_masked(old)]
+    expected = [name for name, old in places if not is_masked(old)]
+    sources, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
+    sources = [(_names(path), source) for path, source in sources]
+    sources = [pair for pair in sources if not any(pair[0][: len(name)] == name for name in frozen)]
+    names = [name for name, _ in sources]
     if names != expected:
         other = sorted({"/".join(path) for path in names} ^ {"/".join(path) for path in expected})
         raise ValueError(f"`params`: expected the parameters of the optimizer; other names are {other[:4]}.")
-    new = []
-    for name, (_, source), (_, old) in zip(names, sources, places, strict=True):
-        if old is not None and old.shape != source.shape:
+    new, rest = [], iter(sources)
+    for name, old in places:
+        source = None if is_masked(old) else next(rest)[1]
+        if old is None or source is None:
+            new.append(old)
+            continue
+        if old.shape != source.shape:
             raise ValueError(f"`params`: expected shape {old.shape} of {'/'.join(name)}; got {source.shape}.")
-        new.append(old if old is None else _like(old, value(source)))
+        new.append(_like(old, value(source)))
     return treedef.unflatten(new)
 
 
