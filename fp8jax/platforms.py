@@ -28,8 +28,9 @@ from jax.sharding import AxisType
 from jaxtyping import Array, PyTree, Shaped
 
 _NO_DERIVATIVE = (
-    "a cast to FP8, or an amax, has no derivative: expected a gradient that goes by way of `dot_general`, "
-    "or that `jax.lax.stop_gradient` stops before the cast."
+    "a cast to FP8, or an amax, has no derivative, nor has a step of `fp8jax.optim`, which takes amaxes: "
+    "expected a gradient that goes by way of `dot_general`, or that `jax.lax.stop_gradient` stops before the "
+    "cast. For a gradient through an optimizer take optax's."
 )
 
 _by_platform_p = jex.Primitive("by_platform")

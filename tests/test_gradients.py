@@ -381,6 +381,14 @@ def test_casts_have_no_derivative():
         jax.grad(lambda x: jnp.sum(quantize(x, formats.E4M3).dequantize()))(X)
 
 
+def test_steps_of_optimizers_have_no_derivative():
+    params = {"w": X}
+    tx = fp8jax.optim.adamw(1e-2, "te")
+    state = tx.init(params)
+    with pytest.raises(NotImplementedError, match="no derivative, nor has a step of `fp8jax.optim`.*optax's"):
+        jax.grad(lambda grads: jnp.sum(tx.update(grads, state, params)[0]["w"]))(params)
+
+
 class Uses(nn.Module):
     """One layer, used twice: one after the other, in a scan, or for each example of a vmap."""
 
