@@ -388,17 +388,19 @@ def test_masters(name):
         masters(optax.sgd(1.0).init(params), params)
 
 
-def test_back_to_optax():
-    """The moments as optax.adamw has them: its next step is the same as ours."""
+@pytest.mark.parametrize("rate", [1e-3, optax.linear_schedule(1e-3, 1e-4, 4)], ids=["fixed", "schedule"])
+def test_back_to_optax(rate):
+    """The moments and the count as optax.adamw has them: its next step is the same as ours."""
     params, name = params_of("fp8"), "fp8"
-    state = adamw(1e-3, name).init(params)
+    state = adamw(rate, name).init(params)
     for _ in range(2):
-        updates, state = adamw(1e-3, name).update(grads_of(0), state, params)
+        updates, state = adamw(rate, name).update(grads_of(0), state, params)
         params = fp8jax.apply_updates(params, updates)
-    plain, tx = masters(state, params), optax.adamw(1e-3)
+    plain, tx = masters(state, params), optax.adamw(rate)
     state = convert(state, plain, "te")
-    got, _ = tx.update(grads_of(0), (state.adam, *tx.init(plain)[1:]), plain)
-    want, _ = adamw(1e-3, "te", weight_decay=1e-4).update(grads_of(0), state, plain)
+    of_optax = optax.tree.set(tx.init(plain), **state.adam._asdict())
+    got, _ = tx.update(grads_of(0), of_optax, plain)
+    want, _ = adamw(rate, "te", weight_decay=1e-4).update(grads_of(0), state, plain)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-9), got, want)
 
 

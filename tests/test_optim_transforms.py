@@ -354,3 +354,19 @@ def test_gradients_of_collections_without_parameters_are_dropped(name):
     tx = adamw(0.1, "te")
     updates, _ = tx.update(grads, tx.init(grads), grads)
     assert updates.keys() == {PARAMS} and fp8jax.optim.global_norm(grads) == 4
+
+
+def test_stateful_transformations_and_those_of_the_parameters():
+    """Inside of `with_dequantized` the state of a skipped step is not kept, and the parameters are floats."""
+    tx = optax.chain(
+        optax.ema(0.9), optax.adaptive_grad_clip(0.1), optax.scale_by_trust_ratio(), optax.adamw(0.1)
+    )
+    tx = fp8jax.optim.with_dequantized(tx, "fp8")
+    state, params = tx.init(PARAMETERS), PARAMETERS
+    for number in range(4):
+        grads = jax.tree.map(lambda x: jnp.nan * x, values(GRADIENTS)) if number == 1 else GRADIENTS
+        updates, state = tx.update(grads, state, params)
+        params = fp8jax.apply_updates(params, updates)
+    assert fp8jax.optim.skipped(state) == 1
+    moved = jax.tree.map(lambda new, old: jnp.max(jnp.abs(new - old)), values(params), values(PARAMETERS))
+    assert 0.1 < moved["w"] < 1 and 0.1 < moved["b"] < 1

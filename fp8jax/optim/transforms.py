@@ -90,7 +90,9 @@ def _check_moved(scaling: Any, state: Any) -> None:
 
 
 def dequantize() -> optax.GradientTransformationExtraArgs:
-    """Dequantizes FP8 gradients to float32, so that any optax transformation can follow.
+    """Dequantizes FP8 gradients to float32, so that optax's transformations of gradients can follow.
+
+    Those that read the parameters, as `optax.adaptive_grad_clip`, need `with_dequantized` around them.
 
     Raises:
         TypeError: arithmetic changed an FP8 gradient's codes and scales apart. Compiled code cannot raise:
