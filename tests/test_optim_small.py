@@ -404,3 +404,25 @@ def test_masters_of_other_parameters_are_refused():
 def test_what_cannot_be_is_refused(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize("name", ["fp8", "O2", None])
+@pytest.mark.parametrize("kind", ["scaled", "bfloat16", "float32"])
+def test_maps_over_the_parameters_of_a_state(name, kind):
+    """optax makes a state of a placeholder without leaves, whose roundings are not known."""
+    params = {"w": jnp.ones((8, 8), jnp.bfloat16 if kind == "bfloat16" else jnp.float32), "b": jnp.ones(8)}
+    if kind == "scaled":
+        params["w"] = quantize(params["w"], formats.FP16, power_of_two=True)
+    tx = with_dequantized(optax.lion(1e-3), name)
+    state = tx.init(params)
+    mapped = optax.tree_map_params(tx, lambda x: x + 1, state)
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+    assert jnp.all(mapped.inner[0].mu["w"] == 1) and mapped.skipped == 0
+
+
+def test_labels_without_parameters():
+    tx = optax.partition({"none": with_dequantized(optax.lion(1e-3), "fp8"), "all": SGD}, {"w": "all"})
+    params = {"w": jnp.ones(8)}
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert jnp.all(updates["w"] == -1)
+    fp8jax.optim.convert(state, params, "fp8")

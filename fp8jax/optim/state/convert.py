@@ -18,7 +18,7 @@ from fp8jax.optim.state.stored_formats import (
     first_key,
     first_remainder,
     first_roundings,
-    is_rounded_at_random,
+    has_roundings,
     one_adam,
     stored_formats,
 )
@@ -156,7 +156,7 @@ def check_roundings(leaves: list[Any], remainders: list[Any], key: Any, recipe: 
     wanted = [stored_formats(leaf, recipe or Recipe.FP8, False).remainder for leaf in leaves]
     pairs = zip(map(_name_of, remainders), wanted, strict=True)
     differences = [f"{_LABELS.remainder}: {got} instead of {want}" for got, want in pairs if got != want]
-    needs_key = any(is_rounded_at_random(leaf, recipe or Recipe.FP8) for leaf in leaves)
+    needs_key = has_roundings(leaves, recipe or Recipe.FP8)
     _refuse([*differences, *_of_keys(key, needs_key)], recipe, False)
 
 

@@ -101,10 +101,15 @@ def first_key(recipe: Recipe, seed: Any) -> Any:
     return jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(seed).astype(jnp.uint32)])
 
 
-def is_rounded_at_random(param: Any, recipe: Recipe) -> bool:
-    """Whether a recipe rounds a weight, or its remainder, stochastically."""
+def has_roundings(params: list[Any], recipe: Recipe) -> bool:
+    """Whether a recipe rounds one of these weights, or its remainder, stochastically.
+
+    Without weights, whether it rounds any: `optax.tree_map_params` calls `init` with a placeholder for them.
+    """
     rounding = recipe.rounding[1]
-    return rounding != "nearest" and (is_scaled(param) or is_rounded(param, rounding))
+    return rounding != "nearest" and (
+        not params or any(is_scaled(param) or is_rounded(param, rounding) for param in params)
+    )
 
 
 def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any, Any, Any]:
@@ -116,8 +121,7 @@ def first_roundings(params: Any, recipe: Recipe | None, seed: Any) -> tuple[Any,
         seed: of the random bits.
     """
     row = recipe or Recipe.FP8
-    leaves = jax.tree.leaves(params, is_leaf=is_scaled)
-    if not any(is_rounded_at_random(leaf, row) for leaf in leaves):
+    if not has_roundings(jax.tree.leaves(params, is_leaf=is_scaled), row):
         return None, None, None
     remainder = None
     if row.rounding[1] == "kahan":
