@@ -323,6 +323,16 @@ def test_rules_for_any_column():
     [
         (Rule("fc_7"), ValueError, "rule .*fc_7.* matches no layer; the layers are fc_0, fc_1"),
         (Rule("fc_1", "moments=FP32+FP32"), ValueError, "moments is a column of the whole model"),
+        (
+            Rule("*", "current,exclude=fc_1"),
+            ValueError,
+            r"a rule's layers are its `path`; Rule\(.*changes exclude",
+        ),
+        (Rule("fc_1", "include=fc_1"), ValueError, "a rule's layers are its `path`"),
+        (Rule("fc_1", "te,comm=FP32"), ValueError, "comm is a column of the whole model"),
+        (Rule("fc_1", "te,moments=E5M2+FP16"), ValueError, "moments is a column of the whole model"),
+        (Rule("fc_1", "O1,rounding=stochastic+kahan+root"), ValueError, "rounding is a column of the whole"),
+        (Rule("fc_1", Recipe.parse("te,exclude=fc_1")), ValueError, "a rule's layers are its `path`"),
         (Rule("fc_1", "gem=BF16"), ValueError, "expected field=value"),
         (Rule("fc_1", "O3"), ValueError, "master_weight is a column of the whole model"),
         ("fc_1", TypeError, "expected fp8jax.Rule; got str"),

@@ -20,6 +20,7 @@ BY_RULE, EXCLUDED, NOT_INCLUDED = "rule: ", "exclude=", "not in include="
 OF_EMBEDDINGS = "embeddings stay as they are"
 
 _BLOCKS = "a number of blocks, a share of them between 0 and 1, or None"
+_OF_MODEL = ("include", "exclude", "comm", "moments", "rounding")  # columns that a rule cannot change
 _PARSED = ("path", "kind", "smaller_than", "first", "last")
 
 
@@ -77,7 +78,8 @@ class Rule:
         path: shell-style pattern. A pattern without "/" matches the last name, "re:" a regular expression for
             the whole path.
         recipe: a recipe, or its text. Text without a preset's name changes columns of the model's recipe.
-            Columns of the whole model (comm, moments, master_weight) cannot change.
+            Columns of the whole model (comm, moments, master_weight, rounding) and patterns (include,
+            exclude) cannot change: a preset's own do not count, and a change of them is an error.
         kind: only layers of this class, or class name.
         smaller_than: only kernels with fewer entries.
         where: only layers with `where(layer)` true, see `Layer`.
@@ -291,20 +293,22 @@ class Rules:
 def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
     if not isinstance(rule, Rule):
         raise TypeError(f"`rules`: expected fp8jax.Rule; got {type(rule).__name__}.")
+    name, _, rest = str(rule.recipe).partition(",")
+    preset = None if "=" in name else Recipe.parse(name)
+    text = str(rule.recipe) if preset is None else rest
+    changes = parse_changes(text) if text else {}
     rounding = recipe.with_plain_weights().rounding  # legal with any format of the weights
-    if isinstance(rule.recipe, str) and "=" in rule.recipe.partition(",")[0]:
-        changes = parse_changes(rule.recipe)
-        if changes.get("gemm", "FP8") not in ("FP8", "FP4"):
-            changes = {"weight": "FP32", "weight_grad": "FP32", "master_weight": "-", **changes}
-        new = dataclasses.replace(recipe, **{"rounding": rounding, **changes})
-        if new.rounding != rounding:
-            raise ValueError(f"`rules`: rounding is a column of the whole model; {rule} changes it.")
-    else:
-        of_model = {"comm": recipe.comm, "moments": recipe.moments, "rounding": rounding}
-        new = dataclasses.replace(Recipe.parse(rule.recipe), **of_model)
-    for name in ("comm", "moments"):
-        if getattr(new, name) != getattr(recipe, name):
-            raise ValueError(f"`rules`: {name} is a column of the whole model; {rule} changes it.")
+    for column in _OF_MODEL:
+        if changes.pop(column, rounding) not in (getattr(recipe, column), rounding):
+            is_pattern = column in ("include", "exclude")
+            why = (
+                "a rule's layers are its `path`" if is_pattern else f"{column} is a column of the whole model"
+            )
+            raise ValueError(f"`rules`: {why}; {rule} changes {column if is_pattern else 'it'}.")
+    of_model = {column: getattr(recipe, column) for column in _OF_MODEL} | {"rounding": rounding}
+    if preset is None and changes.get("gemm", "FP8") not in ("FP8", "FP4"):
+        changes = {"weight": "FP32", "weight_grad": "FP32", "master_weight": "-", **changes}
+    new = dataclasses.replace(preset or recipe, **of_model, **changes)
     if "FP16" in (new.weight, new.master_weight):
         new = dataclasses.replace(new, rounding=recipe.rounding)
     if new.weight == "E4M3" and new.master_weight != recipe.master_weight:
