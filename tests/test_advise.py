@@ -18,7 +18,7 @@ from fp8jax import Rule, cli
 from fp8jax.cli import commands
 from fp8jax.inspect import memory, numerics, subject
 from fp8jax.inspect.memory import fitting
-from fp8jax.rewrite.rules import Layer
+from fp8jax.rewrite.patterns import Layer
 
 WIDTH = 32
 OUTLIERS = jnp.array([3, 17])

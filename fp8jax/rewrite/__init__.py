@@ -22,13 +22,13 @@ from fp8jax.rewrite.interpreter.param_view import aval_of as aval_of
 from fp8jax.rewrite.interpreter.param_view import can_be_kernel as can_be_kernel
 from fp8jax.rewrite.interpreter.param_view import names_of as names_of
 from fp8jax.rewrite.lora import LoRA as LoRA
+from fp8jax.rewrite.patterns import Layer as Layer
+from fp8jax.rewrite.patterns import layer_path as layer_path
 from fp8jax.rewrite.plan import Kernel as Kernel
 from fp8jax.rewrite.plan import Plan as Plan
 from fp8jax.rewrite.remat import checkpointing as checkpointing
 from fp8jax.rewrite.report import Report as Report
-from fp8jax.rewrite.rules import Layer as Layer
 from fp8jax.rewrite.rules import Rule as Rule
-from fp8jax.rewrite.rules import layer_path as layer_path
 from fp8jax.rewrite.traced_function import Annotations as Annotations
 from fp8jax.rewrite.traced_function import Settings as Settings
 from fp8jax.rewrite.traced_function import StaticTree as StaticTree

@@ -8,8 +8,9 @@ from fp8jax.dot import state_names
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.dots import Dot
 from fp8jax.rewrite.interpreter.find import FoundDots
+from fp8jax.rewrite.patterns import Layer
 from fp8jax.rewrite.plan import Kernel, PlannedDot, kernels_of
-from fp8jax.rewrite.rules import OF_EMBEDDINGS, Layer, LayerChoice, Rules
+from fp8jax.rewrite.rules import OF_EMBEDDINGS, LayerChoice, Rules
 from fp8jax.scaling.base import KEY
 
 # Smaller dot products gain no speed, and are usually routers, gates or heads.

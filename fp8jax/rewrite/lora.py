@@ -27,8 +27,8 @@ from fp8jax.dot.layout import Layout
 from fp8jax.quantization import format_of, is_scaled, own_value, value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.param_view import names_of
+from fp8jax.rewrite.patterns import WEIGHTS, Layer, layer_matches, layer_path, matches
 from fp8jax.rewrite.plan import Kernel, PlannedDot
-from fp8jax.rewrite.rules import WEIGHTS, Layer, layer_matches, layer_path, matches
 from fp8jax.scaling import of_recipe
 
 Path = tuple[str, ...]

@@ -13,7 +13,8 @@ from fp8jax import backends, scaling
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.interpreter.dots import OF_A_VECTOR, OF_CONSTANTS, OF_NO_INPUT, OF_ROWS, Dot
 from fp8jax.rewrite.interpreter.find import FoundDots
-from fp8jax.rewrite.rules import BY_RULE, EXCLUDED, NOT_INCLUDED, OF_EMBEDDINGS, LayerChoice, layer_path
+from fp8jax.rewrite.patterns import layer_path
+from fp8jax.rewrite.rules import BY_RULE, EXCLUDED, NOT_INCLUDED, OF_EMBEDDINGS, LayerChoice
 
 # Warn if a smaller share of the FLOPs is in FP8.
 LOW_SHARE = 0.5

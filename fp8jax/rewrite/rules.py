@@ -1,8 +1,6 @@
 """Which layers get which recipe, by the patterns of the model's recipe and by a user's rules."""
 
-import collections
 import dataclasses
-import fnmatch
 import math
 import numbers
 import re
@@ -11,9 +9,7 @@ from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
 from fp8jax.rewrite.blocks import transformer_blocks
-
-# Parameter names that are not part of the layer's path.
-WEIGHTS = ("kernel", "embedding", "weight", "w")
+from fp8jax.rewrite.patterns import Layer, layer_matches, matches, pattern_of
 
 # How the reasons begin of layers that rules and patterns leave in high precision, and of embeddings.
 BY_RULE, EXCLUDED, NOT_INCLUDED = "rule: ", "exclude=", "not in include="
@@ -22,44 +18,6 @@ OF_EMBEDDINGS = "embeddings stay as they are"
 _BLOCKS = "a number of blocks, a share of them between 0 and 1, or None"
 _OF_MODEL = ("include", "exclude", "comm", "moments", "rounding")  # columns that a rule cannot change
 _PARSED = ("path", "kind", "smaller_than", "first", "last")
-
-
-def layer_names(path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of a parameter's layer, as names."""
-    return path[:-1] if len(path) > 1 and path[-1] in WEIGHTS else path
-
-
-def layer_path(path: tuple[str, ...]) -> str:
-    """The path of a parameter's layer, joined by "/"."""
-    return "/".join(layer_names(path))
-
-
-def layer_paths(paths: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], str]:
-    """The paths of the layers of dot products' parameters.
-
-    Beside other such parameters, a parameter is a layer of its own. The array of a wrapper, as in Haliax's
-    `weight/0`, has the wrapper's layer.
-    """
-    paths = set(paths)
-    beside = collections.Counter(path[:-1] for path in paths)
-
-    def name(path: tuple[str, ...]) -> str:
-        if beside[path[:-1]] > 1:
-            return "/".join(path)
-        is_wrapped = path[-1:] == ("0",) and path[-2:-1] and path[-2] in WEIGHTS
-        return layer_path(path[:-1] if is_wrapped else path)
-
-    return {path: name(path) for path in paths}
-
-
-class Layer(NamedTuple):
-    """A layer, as a rule sees it."""
-
-    path: str  # as in "params", joined by "/"
-    module: Any  # the layer's module
-    kernel_shape: tuple[int, ...]  # shape in one layer of a scan
-    scans: tuple[int, ...] = ()  # lengths of the scans that stack it
-    parameter: str = ""  # path of the kernel, as "fc/kernel"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,30 +272,6 @@ def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
     if new.weight == "E4M3" and new.master_weight != recipe.master_weight:
         raise ValueError(f"`rules`: master_weight is a column of the whole model; {rule} changes it.")
     return new
-
-
-def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern matches: with "/" the path, without "/" the last name, in shell style; after "re:" a
-    regular expression matches the whole path."""
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern.removeprefix("re:"), path) is not None
-    return fnmatch.fnmatchcase(path if "/" in pattern else path.rsplit("/", 1)[-1], pattern)
-
-
-def pattern_of(*paths: str) -> str:
-    """The pattern that matches these paths and no others."""
-    is_plain = len(paths) == 1 and "/" in paths[0] and not set("*?[") & set(paths[0])
-    return paths[0] if is_plain else f"re:{'|'.join(map(re.escape, paths))}"
-
-
-def layer_matches(pattern: str, layer: Layer) -> bool:
-    """Whether a pattern matches the layer's path; or its parameter's, if both end in the same name, as in "w"
-    and "*/w"."""
-    *parents, name = layer.parameter.split("/")
-    paths = {layer.path, layer_path((*parents, name))}
-    if pattern.rsplit("/", 1)[-1] == name:
-        paths.add(layer.parameter)
-    return any(matches(pattern, path) for path in paths)
 
 
 def _is_number(x: Any) -> bool:

@@ -38,10 +38,11 @@ from fp8jax.rewrite.interpreter.param_view import (
     names_of,
 )
 from fp8jax.rewrite.lora import LoRA
+from fp8jax.rewrite.patterns import layer_path
 from fp8jax.rewrite.plan import DotState, Kernel, Plan, PlannedDot, kernels_of
 from fp8jax.rewrite.remat import Calls, Checkpointing, with_checkpoints
 from fp8jax.rewrite.report import Report, make_report
-from fp8jax.rewrite.rules import Rule, Rules, UsedRule, layer_path
+from fp8jax.rewrite.rules import Rule, Rules, UsedRule
 from fp8jax.scaling.merge import to_fm32
 from fp8jax.variables import FROZEN, PARAMS
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fp8jax.recipe import Recipe
-from fp8jax.rewrite.rules import Layer, Rules
+from fp8jax.rewrite.patterns import Layer
+from fp8jax.rewrite.rules import Rules
 
 
 def is_conv1d(module: nn.Module) -> bool:

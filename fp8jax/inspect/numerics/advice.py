@@ -18,7 +18,7 @@ from fp8jax.inspect.numerics.measures import OPERANDS, key_of
 from fp8jax.inspect.numerics.rows import WEAK, OperandRow, Rows, Statistics, note_of
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Rule
-from fp8jax.rewrite.rules import pattern_of
+from fp8jax.rewrite.patterns import pattern_of
 from fp8jax.scaling import LHS, with_fresh_scales
 
 # Shares of the channels, and of the entries, of an operand.

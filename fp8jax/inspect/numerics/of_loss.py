@@ -25,8 +25,9 @@ from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FoundDots, Plan, Rule, Tracked, aval_of
 from fp8jax.rewrite.choose import choose, layer_of
+from fp8jax.rewrite.patterns import layer_path
 from fp8jax.rewrite.plan import DotState, PlannedDot
-from fp8jax.rewrite.rules import Rules, layer_path
+from fp8jax.rewrite.rules import Rules
 from fp8jax.variables import PARAMS
 
 # The recipes that are measured by default: per-tensor scales with E5M2 and with E4M3 gradients, blocks, and

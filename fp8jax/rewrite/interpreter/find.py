@@ -26,8 +26,9 @@ from fp8jax.rewrite.interpreter.dots import (
     is_parameter,
 )
 from fp8jax.rewrite.interpreter.param_view import ParamView, follow
+from fp8jax.rewrite.patterns import layer_paths
 from fp8jax.rewrite.plan import Kernel, Plan, PlannedDot
-from fp8jax.rewrite.rules import UsedRule, layer_paths
+from fp8jax.rewrite.rules import UsedRule
 
 # Calls that `evaluate` inlines, and those that it rematerializes.
 CALLS = ("jit", "pjit", "closed_call", "core_call")

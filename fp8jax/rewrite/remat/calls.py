@@ -10,7 +10,7 @@ import jax
 
 from fp8jax.rewrite.interpreter.dots import Dot
 from fp8jax.rewrite.interpreter.find import SCAN
-from fp8jax.rewrite.rules import matches
+from fp8jax.rewrite.patterns import matches
 
 # Named scope of a call, followed by the call's number and trace count.
 _CALL = "fp8jax_call:"
