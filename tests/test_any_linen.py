@@ -343,6 +343,14 @@ def test_rules_that_cannot_be_kept_raise(rule, error, message):
         choices(rule)
 
 
+def test_a_rule_that_earlier_rules_shadow_is_named():
+    says = r"Rule\('fc_1'\) comes after Rule\(recipe='margin=1'\), which already matches fc_1: put it first"
+    with pytest.raises(ValueError, match=says):
+        choices(Rule("*", "margin=1"), Rule("fc_1"))
+    rows, _ = choices(Rule("fc_1"), Rule("*", "margin=1"))
+    assert rows["fc_1"] == "rule: gemm=BF16" and rows["fc_0"] == "FP8"
+
+
 @pytest.mark.parametrize(
     "options, error, message",
     [

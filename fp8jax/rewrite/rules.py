@@ -188,11 +188,10 @@ class Rules:
 
     def choose(self, layer: Layer) -> LayerChoice:
         """The layer's recipe, by the first rule that matches or the recipe's patterns."""
-        for number in range(len(self.rules)):
-            if self._fits(number, layer):
-                self._used.setdefault(number, {})[layer.path] = None
-                recipe = self.recipes[number]
-                return LayerChoice(recipe, None if recipe.is_quantized else f"{BY_RULE}gemm={recipe.gemm}")
+        if (number := self._first(layer)) < len(self.rules):
+            self._used.setdefault(number, {})[layer.path] = None
+            recipe = self.recipes[number]
+            return LayerChoice(recipe, None if recipe.is_quantized else f"{BY_RULE}gemm={recipe.gemm}")
         if not self.recipe.is_quantized:
             return LayerChoice(self.recipe, f"gemm={self.recipe.gemm}")
         return LayerChoice(self.recipe, self._exclusion(layer))
@@ -214,9 +213,14 @@ class Rules:
 
     def names(self, layer: Layer) -> bool:
         """Whether a rule, or an include pattern other than "*", matches the layer."""
-        if any(self._fits(number, layer) for number in range(len(self.rules))):
+        if self._first(layer) < len(self.rules):
             return True
         return any(layer_matches(pattern, layer) for pattern in self.recipe.include if pattern != "*")
+
+    def _first(self, layer: Layer) -> int:
+        """The index of the first rule that matches the layer; the number of rules if none does."""
+        count = len(self.rules)
+        return next((number for number in range(count) if self._fits(number, layer)), count)
 
     def _fits(self, number: int, layer: Layer) -> bool:
         rule = self.rules[number]
@@ -231,7 +235,8 @@ class Rules:
         return f"{layer.path}/".startswith(self._blocks[number])
 
     def check(self, layers: Sequence[Layer]) -> None:
-        """Raises ValueError if a rule or a user's include or exclude pattern matches no layer."""
+        """Raises ValueError if a rule or a user's include or exclude pattern matches no layer, or an earlier
+        rule matches all layers of a rule."""
         given = [("include pattern", p) for p in self.recipe.include if p != "*"]
         if self.recipe.exclude != DEFAULT_EXCLUDE:
             given += [("exclude pattern", p) for p in self.recipe.exclude]
@@ -240,7 +245,15 @@ class Rules:
             for name, pattern in given
             if self.recipe.is_quantized and not any(layer_matches(pattern, layer) for layer in layers)
         ]
-        unfit += [("rule", str(rule)) for i, rule in enumerate(self.rules) if i not in self._used]
+        for number in [i for i in range(len(self.rules)) if i not in self._used]:
+            rule = self.rules[number]
+            for layer in [layer for layer in layers if self._fits(number, layer)]:
+                if (first := self._first(layer)) != number:
+                    raise ValueError(
+                        f"`rules`: {rule} comes after {self.rules[first]}, which already matches "
+                        f"{layer.path}: put it first."
+                    )
+            unfit.append(("rule", str(rule)))
         paths = dict.fromkeys(layer.path for layer in layers)
         for name, what in unfit:
             raise ValueError(
