@@ -1,5 +1,6 @@
 """FP8 in Linen modules: same values, same names, state where it belongs, and a report that is true."""
 
+import dataclasses
 import functools
 import pickle
 
@@ -15,6 +16,7 @@ from flax import serialization
 import fp8jax
 from fp8jax import Recipe, ScaledArray
 from fp8jax.quantization import TYPICAL, is_scaled
+from fp8jax.recipe import DEFAULT_EXCLUDE
 
 # No side of a kernel is so small that it stays wide by default.
 WIDTH, VOCAB = 32, 33
@@ -211,7 +213,13 @@ def test_rules_choose_layers(recipe, fp8):
         assert [row.path for row in model.report(TOKENS).rows if row.fp8] == ["blocks/down"]
 
 
-@pytest.mark.parametrize("rule", ["include=nothing", "exclude=lm_head+blocks/attention/*"])
+def test_the_default_patterns_beside_others_need_not_match():
+    recipe = dataclasses.replace(Recipe.TE, exclude=(*DEFAULT_EXCLUDE, "up"))
+    report = fp8jax.transform(Net(), recipe).report(TOKENS)
+    assert {row.path for row in report.rows if "exclude=" in (row.reason or "")} == {"blocks/up", "lm_head"}
+
+
+@pytest.mark.parametrize("rule", ["include=nothing", "exclude=lm_head+blocks/attention/*", "exclude=router"])
 def test_a_rule_that_matches_nothing_raises(rule):
     model = fp8jax.transform(Net(), f"te,{rule}")
     pattern = rule.split("=")[1].split("+")[-1].replace("*", r"\*")

@@ -238,8 +238,8 @@ class Rules:
         """Raises ValueError if a rule or a user's include or exclude pattern matches no layer, or an earlier
         rule matches all layers of a rule."""
         given = [("include pattern", p) for p in self.recipe.include if p != "*"]
-        if self.recipe.exclude != DEFAULT_EXCLUDE:
-            given += [("exclude pattern", p) for p in self.recipe.exclude]
+        exclude = self.recipe.exclude  # beside other patterns, those of the default may match nothing
+        given += [("exclude pattern", p) for p in exclude if p not in DEFAULT_EXCLUDE or len(exclude) == 1]
         unfit = [
             (name, repr(pattern))
             for name, pattern in given
