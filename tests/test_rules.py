@@ -276,6 +276,13 @@ def test_patterns_name_layers_or_parameters(pattern, layers):
         ("lm_head:O2", Rule("lm_head", "O2")),
         ("blocks/0/*", Rule("blocks/0/*")),
         ("re:.*/(q|k):margin=1", Rule("re:.*/(q|k)", "margin=1")),
+        ("re:.*q", Rule("re:.*q")),
+        ("re:te", Rule("re:te")),
+        ("re:(?:fc|q)", Rule("re:(?:fc|q)")),
+        ("re:(?:fc|q):O2,margin=1", Rule("re:(?:fc|q)", "O2,margin=1")),
+        ("re:(?=f)fc:gemm=BF16", Rule("re:(?=f)fc", "gemm=BF16")),
+        ("kind=Dense,path=re:(?:fc|q)", Rule("re:(?:fc|q)", kind="Dense")),
+        ("core:O2", Rule("core", "O2")),
         ("path=*/up,kind=Dense,smaller_than=99:bf16", Rule("*/up", "bf16", "Dense", 99)),
     ],
 )

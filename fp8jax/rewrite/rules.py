@@ -83,13 +83,19 @@ class Rule:
     def parse(cls, text: str) -> "Rule":
         """The rule of a text: a path, or `field=value,field=value`; then, after ":", a recipe.
 
+        A ":" of a regular expression is no such ":", unless a recipe follows.
+
         "last=0.25", "first=1,last=2:gemm=BF16", "lm_head:O2", "kind=Dense,smaller_than=4096:margin=1"
 
         Raises:
             ValueError: an unknown field, or a value that is not legal.
         """
-        which, _, recipe = text.rpartition(":") if ":" in text else (text, "", cls.recipe)
-        if "=" not in which:
+        start = re.match(r"(?:(?:[^:]*,)?path=)?re:|", text)[0]  # pyright: ignore[reportOptionalSubscript]
+        which, colon, recipe = text.removeprefix(start).rpartition(":")
+        if not colon or (start and not _is_recipe(recipe)):
+            which, recipe = text.removeprefix(start), cls.recipe
+        which = start + which
+        if "=" not in which or which.startswith("re:"):
             return cls(which, recipe)
         fields: dict[str, Any] = {}
         for part in which.split(","):
@@ -289,3 +295,12 @@ def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def _is_recipe(text: str) -> bool:
+    """Whether a text is a recipe, or changes of one."""
+    try:
+        parse_changes(text) if "=" in text.partition(",")[0] else Recipe.parse(text)
+    except ValueError:
+        return False
+    return True
