@@ -264,7 +264,8 @@ def test_a_full_disk_names_the_file_of_metrics(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
-    assert str(caught.value) == f"{file} cannot be written (File too large); mend that and resume the run"
+    todo = "free space or give write permission, then resume the run"
+    assert str(caught.value) == f"{file} cannot be written (File too large); {todo}"
     MetricsWriter(tmp_path, 20).close()
     assert [line["step"] for line in lines_of(tmp_path)] == [10]
 

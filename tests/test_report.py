@@ -257,7 +257,9 @@ def test_memory_of_arrays_and_of_the_program():
 
 def test_a_file_of_the_report_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "report.html").mkdir()
-    with pytest.raises(OSError, match=r"report.html cannot be written \(Is a directory\); mend that"):
+    with pytest.raises(
+        OSError, match=r"report.html cannot be written \(Is a directory\); move it away and resume"
+    ):
         report.write(tmp_path, ABOUT, {"te": make_outcome(tensors=[])})
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 

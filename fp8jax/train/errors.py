@@ -1,4 +1,4 @@
-"""Errors of the user's input.
+"""Errors of the user's input and of files.
 
 with blame_input():
     config = TrainConfig(**config.read(TrainConfig))    # a ValueError becomes `BadInput`, on one line
@@ -14,6 +14,12 @@ class BadInput(ValueError):
 
 class Diverged(BadInput):
     """A run stopped because its numbers were not finite; its report says so, too."""
+
+
+def unwritten(path: object, error: OSError) -> OSError:
+    """The error of a run's file that cannot be written, with what to do."""
+    remedy = "free space or give write permission, then resume the run"
+    return OSError(f"{path} cannot be written ({error.strerror}); {remedy}")
 
 
 @contextlib.contextmanager

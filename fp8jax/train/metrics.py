@@ -30,6 +30,7 @@ from fp8jax.rewrite import StaticTree
 from fp8jax.scaling import GRAD, LHS, RHS, of_recipe
 from fp8jax.scaling.merge import is_state
 from fp8jax.train import distributed
+from fp8jax.train.errors import unwritten
 from fp8jax.train.run_folder import write
 from fp8jax.variables import PARAMS, SCALING
 
@@ -299,8 +300,7 @@ class MetricsWriter:
         except OSError as error:
             with contextlib.suppress(OSError):  # it tries to write again
                 self._file.close()
-            name, reason = self._file.name, error.strerror
-            raise OSError(f"{name} cannot be written ({reason}); mend that and resume the run") from None
+            raise unwritten(self._file.name, error) from None
         if model not in self._boards:
             self._boards[model] = _summary_writer(self._folder / model, self._step + 1)
         for name, value in values.items() if self._boards[model] else ():

@@ -34,6 +34,7 @@ from fp8jax.inspect.numerics import rows as measured_rows
 from fp8jax.recipe import Recipe
 from fp8jax.train import checkpoint, distributed
 from fp8jax.train.config import DEFAULT_RECIPE
+from fp8jax.train.errors import unwritten
 
 RUNS = pathlib.Path("runs")
 DATA = ("data", "`validation` rows", "`final_validation` rows")
@@ -313,4 +314,4 @@ def write(path: pathlib.Path, content: str | bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written ({error.strerror}); mend that and resume the run") from None
+        raise unwritten(path, error) from None

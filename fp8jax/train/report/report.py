@@ -119,7 +119,7 @@ def write(
     }
     for name in files:
         if (folder / name).is_dir():  # checked first, so that either all files are replaced or none
-            raise OSError(f"{folder / name} cannot be written (Is a directory); mend that and resume the run")
+            raise OSError(f"{folder / name} cannot be written (Is a directory); move it away and resume")
     for name, content in files.items():
         write_file(folder / name, content)
     return folder / "report.html"
