@@ -61,9 +61,8 @@ def all_reduce(
             FP32: all leaves are sent in this format. None: the leaves decide, as in `Zero`. `ScaledArray`s
             are sent in FP8, float arrays in FP32.
         op: "mean" or "sum".
-        floats: format in which float arrays are sent beside FP8: "FP32" or "FP8". The default is FP32
-            without a recipe, and in a tree with `ScaledArray`s (as in MS-AMP: norms, biases, embeddings);
-            FP8 in a tree without, if the recipe's `comm` is FP8.
+        floats: format in which float arrays are sent beside FP8: "FP32" or "FP8". Default: FP32. Only a
+            recipe with comm=FP8 and a tree without `ScaledArray`s give FP8.
         mu: automatic scaling state of the parameters' gradients, see `fp8jax.comm.auto_scaling`.
 
     Returns:
