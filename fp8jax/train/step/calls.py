@@ -9,10 +9,11 @@ from fp8jax.variables import PARAMS
 
 
 def streams(key: PRNGKeyArray, number: int = 0) -> dict[str, PRNGKeyArray]:
-    """The random streams of call `number`, each with numbers of its own.
+    """The random streams of call `number` of a step.
 
-    Flax takes those of `PARAMS` for every stream without a key, such as a VAE's noise.
+    A stream that has no key here, such as a VAE's noise, is taken by Flax from `PARAMS`.
     """
+    # Call 0 has the key itself, as in 0.1.0, so that its dropout masks are those of before.
     dropout = jax.random.fold_in(key, 2 * number) if number else key
     return {"dropout": dropout, PARAMS: jax.random.fold_in(key, 2 * number + 1)}
 
