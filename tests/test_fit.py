@@ -417,7 +417,7 @@ def test_the_error_names_the_first_layer_that_went_bad(tmp_path, devices):
     with pytest.raises(
         Diverged,
         match=r"step 1; .*; the first layer that computed one was down \(dot_general[^;]*; "
-        "JAX_DEBUG_NANS=true names the operation in a loop of your own$",
+        "in your own loop, with the recipe bf16, JAX_DEBUG_NANS=true names the operation$",
     ):
         fit(trainer, ROWS, plain={"params": params}, **HELD_OUT, validation_loss=loss)
 

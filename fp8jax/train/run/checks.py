@@ -59,7 +59,7 @@ def check_trained(
         f"infinite or not a number; the first of them was step {trained + 1}; {cause}; "
         + (f"the first layer that computed one was {layer}; " if layer else "")
         + ("run the recipe bf16 to see whether FP8 matters; " if recipe.is_quantized else "")
-        + "JAX_DEBUG_NANS=true names the operation in a loop of your own"
+        + "in your own loop, with the recipe bf16, JAX_DEBUG_NANS=true names the operation"
     )
 
 
