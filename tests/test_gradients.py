@@ -212,6 +212,8 @@ def test_a_layer_with_fp8_of_flax_beside_ours():
     [of_flax] = state["flax"].values()
     assert of_flax["input_amax_history"][0] > 0 and state["ours"]["kernel"]["amax_history"][0, 0] > 0
     assert fm32 == fp8_ops.fm32 and hash(fm32) == hash(fp8_ops.fm32) and FP8_GRAD not in (fm32, fp8_ops.fm32)
+    of_half = type(fm32)(jnp.float16)
+    assert of_half == fp8_ops.fp8_meta_dtype_wrapper(jnp.float16) and of_half not in (fm32, fp8_ops.fm32)
 
 
 def test_apply_updates_adds_requantizes_and_replaces(o2):

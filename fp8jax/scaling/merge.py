@@ -14,9 +14,6 @@ merge, so that any scale with an amax is larger:
 
     scales of two uses    2**-9, -2**-3    ->    2**-9
                          -2**-3, -2**-3    ->    2**-3
-
-`fm32` equals Flax's dtype for this purpose, which the states of Flax's own FP8 layers have, and `FP8_GRAD` is
-derived from its base class.
 """
 
 import dataclasses
@@ -64,11 +61,13 @@ class _CodesRules(_MaxRules):
 
 
 class _MaxDType(fp8_ops.fp8_meta_dtype_wrapper):
+    """Equal to Flax's dtype of the same floats, so that a collection may have states of Flax's FP8 layers."""
+
     def __eq__(self, other: Any) -> bool:
-        return other is self or other == fp8_ops.fm32
+        return other is self or other == fp8_ops.fp8_meta_dtype_wrapper(self.float_dtype)
 
     def __hash__(self) -> int:
-        return hash(fp8_ops.fm32)
+        return hash(fp8_ops.fp8_meta_dtype_wrapper(self.float_dtype))
 
 
 @dataclasses.dataclass(frozen=True)
