@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def test_a_late_gemm_loses_one_size(load_program, tmp_path, monkeypatch):
     def rows(size, *rest):
         if size != min(gemm.TINY):
             raise KeyboardInterrupt
-        return [{"way": "block", "fp8jax /": 0.8}]
+        return [{"way": "block", "fp8jax /": 0.8}], {}
 
     monkeypatch.setattr(gemm, "rows", rows)
     monkeypatch.setattr(sys, "argv", ["gemm.py", "--tiny", "--record", str(tmp_path)])
@@ -120,6 +121,33 @@ def test_a_late_gemm_loses_one_size(load_program, tmp_path, monkeypatch):
         gemm.main()
     [record] = tmp_path.glob("*/*")
     assert list(json.loads(record.read_text())["results"]) == ["GEMM 32 x 32 x 32"]
+
+
+def test_gemms_are_profiled_before_the_next_size(load_program, tmp_path, monkeypatch):
+    """The operands of a size fill the GPU, so the next size begins without them."""
+    gemm, kept = load_program("examples/bench/gemm.py"), []
+
+    def rows(size, *rest):
+        assert all(ref() is None for ref in kept)
+        run = lambda: size  # noqa: E731
+        kept.append(weakref.ref(run))
+        return [{"way": "block", "fp8jax /": 0.8}], {"block": run}
+
+    monkeypatch.setattr(gemm, "rows", rows)
+    monkeypatch.setattr(gemm.kernels, "kernels_of", lambda run, folder: [{"kernel": f"of {run()}"}])
+    command = ["gemm.py", "--tiny", "--record", str(tmp_path), "--profile", str(tmp_path / "profile")]
+    monkeypatch.setattr(sys, "argv", command)
+    gemm.main()
+    [record] = tmp_path.glob("*/result.json")
+    results = json.loads(record.read_text())["results"]
+    assert len(kept) == 2 and results["kernels of block at 32, 3 runs"] == [{"kernel": "of 32"}]
+
+    def fails(run, folder):
+        raise RuntimeError("no profiler")
+
+    monkeypatch.setattr(gemm.kernels, "kernels_of", fails)
+    gemm.main()
+    assert json.loads(record.read_text())["skipped"] == {"kernels": "RuntimeError: no profiler"}
 
 
 def test_a_late_section_keeps_what_it_said(gpu, tmp_path, monkeypatch):

@@ -89,9 +89,9 @@ def in_blocks(wide: Any, tilings: list[str], skipped: dict[str, str]) -> dict[st
 
 
 def rows(
-    size: int, pairs: int, rounds: int, tilings: list[str], skipped: dict[str, str], runs: dict[str, Any]
-) -> output.Rows:
-    """One row a way, from the seconds of all pairs; the programs go into `runs`."""
+    size: int, pairs: int, rounds: int, tilings: list[str], skipped: dict[str, str]
+) -> tuple[output.Rows, dict[str, Any]]:
+    """One row a way, from the seconds of all pairs; and the programs, with their operands."""
     wide, narrow = operands(size, pairs)
     product = backends.BACKENDS["xla"].dot
 
@@ -108,7 +108,7 @@ def rows(
         return jax.jit(way[0]).lower(way[1]).compile()
 
     compiled = dict(zip(ways, output.side_by_side(compiled_of, ways.values()), strict=True))
-    runs |= {name: functools.partial(run, ways[name][1]) for name, run in compiled.items()}
+    runs = {name: functools.partial(run, ways[name][1]) for name, run in compiled.items()}
     timers = {name: clock.timer(runs[name], least_s=clock.LEAST_S_OF_NEW) for name in compiled}
     try:
         timers[TORCH] = clock.timer(*torch_product(narrow), clock.LEAST_S_OF_NEW)
@@ -130,7 +130,7 @@ def rows(
                 "FP8 GEMMs": None if fp8 is None else f"{fp8} of {pairs}",
             }
         )
-    return found
+    return found, runs
 
 
 def torch_product(pairs: list[Any]) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
@@ -157,25 +157,36 @@ def torch_product(pairs: list[Any]) -> tuple[Callable[[], Any], Callable[[Any], 
     return run, lambda _: torch.cuda.synchronize() if device == "cuda" else None
 
 
+def profile(runs: dict[str, Any], args: Any, skipped: dict[str, str]) -> dict[str, output.Rows]:
+    """With `--profile` the kernels of the programs; a profiler that fails does not end the measurement."""
+    try:
+        return kernels.tables({name: run for name, run in runs.items() if run is not None}, args)
+    except RuntimeError as error:
+        skipped["kernels"] = output.first_line(error)
+        return {}
+
+
 def main() -> None:
     """Measures and prints."""
     args = output.parse(__doc__, tiny={"rounds": 2}, rounds=30, tilings=[TILING], profile="")
     skipped: dict[str, str] = {}
     sizes = TINY if args.tiny else SIZES
     sections: dict[str, output.Rows] = {}
-    profiled: dict[str, Any] = {}
+    profiled: dict[str, output.Rows] = {}
     for number, (size, pairs) in enumerate(sizes.items()):
-        runs: dict[str, Any] = {}
-        found = rows(size, pairs, args.rounds, args.tilings, skipped, runs)
-        profiled = profiled or {f"{name} at {size}": runs[name] for name in (OURS, "block") if name in runs}
+        found, runs = rows(size, pairs, args.rounds, args.tilings, skipped)
         sections[f"GEMM {size} x {size} x {size}"] = found
         if number == 1:
             both = [row for found in sections.values() for row in found if row["way"] == "block"]
             least = min((row["fp8jax /"] for row in both), default=None)
             sections["scales of blocks, the first two sizes"] = [{"way": LEAST, "fp8jax /": least}]
-        output.record("gemm", output.device(), sections, args, skipped=skipped)
-    output.finish("gemm", output.device(), sections, args, skipped=skipped)
-    kernels.add("gemm", profiled, sections, args, skipped)
+        output.record("gemm", output.device(), sections | profiled, args, skipped=skipped)
+        if number == 0:
+            profiled = profile(
+                {f"{name} at {size}": runs.get(name) for name in (OURS, "block")}, args, skipped
+            )
+        del runs  # the operands, before those of the next size
+    output.finish("gemm", output.device(), sections | profiled, args, skipped=skipped)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,17 @@ def add(
 
     The benchmark has left its record before: a profiler that fails loses no time that was measured.
     """
+    if found := tables(runs, args):
+        output.finish(benchmark, output.device(), sections | found, args, skipped=skipped)
+
+
+def tables(runs: Mapping[str, Any], args: argparse.Namespace) -> dict[str, output.Rows]:
+    """With `--profile FOLDER` a table for each program."""
     found = {}
     for name, run in runs.items() if args.profile else ():
         if rows := kernels_of(run, pathlib.Path(args.profile) / re.sub(r"\W+", "_", name)):
             found[f"kernels of {name}, {RUNS} runs"] = rows
-    if found:
-        output.finish(benchmark, output.device(), sections | found, args, skipped=skipped)
+    return found
 
 
 def kernels_of(run: Callable[[], Any], folder: pathlib.Path) -> output.Rows:
