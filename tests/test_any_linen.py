@@ -333,6 +333,7 @@ def test_rules_for_any_column():
         (Rule("fc_1", "te,moments=E5M2+FP16"), ValueError, "moments is a column of the whole model"),
         (Rule("fc_1", "O1,rounding=stochastic+kahan+root"), ValueError, "rounding is a column of the whole"),
         (Rule("fc_1", Recipe.parse("te,exclude=fc_1")), ValueError, "a rule's layers are its `path`"),
+        (Rule("fc_1", "te,"), ValueError, "expected field=value after the preset"),
         (Rule("fc_1", "gem=BF16"), ValueError, "expected field=value"),
         (Rule("fc_1", "O3"), ValueError, "master_weight is a column of the whole model"),
         ("fc_1", TypeError, "expected fp8jax.Rule; got str"),

@@ -270,10 +270,10 @@ class Rules:
 def _recipe_of(rule: Any, recipe: Recipe) -> Recipe:
     if not isinstance(rule, Rule):
         raise TypeError(f"`rules`: expected fp8jax.Rule; got {type(rule).__name__}.")
-    name, _, rest = str(rule.recipe).partition(",")
+    name, comma, rest = str(rule.recipe).partition(",")
     preset = None if "=" in name else Recipe.parse(name)
     text = str(rule.recipe) if preset is None else rest
-    changes = parse_changes(text) if text else {}
+    changes = parse_changes(text) if preset is None or comma else {}
     rounding = recipe.with_plain_weights().rounding  # legal with any format of the weights
     for column in _OF_MODEL:
         if changes.pop(column, rounding) not in (getattr(recipe, column), rounding):
