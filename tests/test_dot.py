@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 from fp8jax import Recipe, ScaledArray, formats, quantize
-from fp8jax.dot import GradSlot, Weight, dot_general, init_state, save_fp8_operands
+from fp8jax.dot import GradSlot, Weight, dot_general, einsum, init_state, save_fp8_operands
 
 TE = Recipe.te(amax_history_len=4)
 CURRENT = Recipe.parse("te,scaling=current")
@@ -314,6 +314,44 @@ def test_residuals_of_the_remat_policy():
     # Without the amaxes the backward would need the wide tensors again.
     scales_and_amaxes = {("uint32", ()): len(codes), ("float32", ()): len(codes)}
     assert kept(save_fp8_operands) - kept(None) == codes | scales_and_amaxes
+
+
+MISMATCHES = {
+    "two contracted": ((3, 2, 8), (8, 2, 5), (((1, 2), (0, 1)), ((), ()))),
+    "batch": ((2, 3, 4, 8), (3, 2, 8, 5), (((3,), (2,)), ((0, 1), (0, 1)))),
+    "number contracted": ((4, 2, 8), (16, 32), (((1, 2), (0,)), ((), ()))),
+    "number of batch": ((2, 4, 8), (8, 5), (((2,), (0,)), ((0,), ()))),
+    "negative": ((16, 16), (16, 16), (((-1,), (0,)), ((), ()))),
+    "too large": ((4, 16), (16, 8), (((1,), (2,)), ((), ()))),
+    "twice": ((16, 16), (16, 16), (((1, 1), (0, 0)), ((), ()))),
+    "batch and contracted": ((16, 16), (16, 16), (((1,), (0,)), ((1,), (1,)))),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_dims_that_do_not_fit(name):
+    """Equal products of sizes are not enough: the reshaped matrices would multiply silently."""
+    lhs, rhs, numbers = MISMATCHES[name]
+    with pytest.raises(TypeError):
+        lax.dot_general(jnp.ones(lhs), jnp.ones(rhs), numbers)
+    with pytest.raises(ValueError, match=r"expected .*dims of .*; got .*[(]"):
+        dot_general(jnp.ones(lhs), jnp.ones(rhs), numbers, recipe=CURRENT, state={})
+
+
+EINSUMS = {
+    "thd,hdm->tm": ((3, 2, 8), (8, 2, 5), r"contracted dims of equal .* shape \(3, 2, 8\), .*\(8, 2, 5\)"),
+    "bk,kn->bn": ((2, 4, 16), (16, 8), r"`lhs` of rank 3 and `rhs` of rank 2"),
+    "...bk,kn->...bn": ((16,), (16, 8), r"`lhs` of rank 1 and `rhs` of rank 2"),
+    "k,kn->n": ((4,), (4, 16, 8), r"`lhs` of rank 1 and `rhs` of rank 3"),
+    "...k,kn->n": ((2, 4, 16), (16, 8), r"one dot product"),
+}
+
+
+@pytest.mark.parametrize("subscripts", EINSUMS)
+def test_einsum_of_shapes_that_do_not_fit(subscripts):
+    lhs, rhs, message = EINSUMS[subscripts]
+    with pytest.raises(ValueError, match=message):
+        einsum(subscripts, jnp.ones(lhs), jnp.ones(rhs), recipe=CURRENT, state={})
 
 
 def test_errors_say_what_to_do():

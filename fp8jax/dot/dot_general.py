@@ -172,8 +172,8 @@ def dot_general(
         dtype; the gradient of a `Weight` is in its `grad_slot`, and the gradient of `state` is the new state.
 
     Raises:
-        ValueError: `recipe.gemm` is not "FP8" or "FP4", `state` is of another recipe, or the backend does not
-            support this dot here.
+        ValueError: `recipe.gemm` is not "FP8" or "FP4", `state` is of another recipe, `dimension_numbers` do
+            not fit the shapes, or the backend does not support this dot here.
     """
     recipe = Recipe.parse(recipe)
     weight = Weight.of(rhs)
@@ -220,11 +220,11 @@ def einsum(
 
     Args:
         subscripts: with "->". One `dot_general` and a transpose must compute the einsum: no repeated letter
-            in an operand, no letter summed in one operand only. lhs may have "...".
+            in an operand, no letter summed in one operand only. lhs and the output may have "...".
         lhs, rhs, recipe, state, out_dtype, backend, out_sharding: see `dot_general`.
 
     Raises:
-        ValueError: the einsum is not a single dot product.
+        ValueError: the einsum is not a single dot product, or does not fit the shapes; see `dot_general`.
     """
     subscripts = subscripts.replace(" ", "")
     if not is_single_dot(subscripts):

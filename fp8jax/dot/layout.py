@@ -82,8 +82,16 @@ class Layout(NamedTuple):
         rhs: tuple[int, ...],
         dimension_numbers: lax.DotDimensionNumbers,
     ) -> "Layout":
-        """The layout of the dot of arrays with shapes `lhs` and `rhs`."""
+        """The layout of the dot of arrays with shapes `lhs` and `rhs`.
+
+        Raises:
+            ValueError: `dimension_numbers` do not fit the shapes.
+        """
         (lhs_k, rhs_k), (lhs_batch, rhs_batch) = (tuple(map(tuple, pair)) for pair in dimension_numbers)
+        _check_dims("lhs", lhs_k + lhs_batch, lhs)
+        _check_dims("rhs", rhs_k + rhs_batch, rhs)
+        _check_sizes("contracted", lhs_k, rhs_k, lhs, rhs)
+        _check_sizes("batch", lhs_batch, rhs_batch, lhs, rhs)
         # Both operands must order the contracted dims alike; rhs's order saves a transpose of the kernel.
         paired = sorted(zip(rhs_k, lhs_k, strict=True))
         lhs_k, rhs_k = tuple(k for _, k in paired), tuple(k for k, _ in paired)
@@ -104,6 +112,29 @@ class Layout(NamedTuple):
         )
 
 
+def _check_dims(name: str, dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if len(set(dims)) < len(dims) or not set(dims) <= set(range(len(shape))):
+        raise ValueError(
+            f"`dimension_numbers`: expected different dims of `{name}`, from 0 to {len(shape) - 1} for shape "
+            f"{tuple(shape)}; got {dims}."
+        )
+
+
+def _check_sizes(
+    what: str,
+    lhs_dims: tuple[int, ...],
+    rhs_dims: tuple[int, ...],
+    lhs: tuple[int, ...],
+    rhs: tuple[int, ...],
+) -> None:
+    """Raises ValueError unless the dims agree in number and sizes."""
+    if [lhs[d] for d in lhs_dims] != [rhs[d] for d in rhs_dims]:
+        raise ValueError(
+            f"expected {what} dims of equal number and sizes; got dims {lhs_dims} of `lhs`, shape "
+            f"{tuple(lhs)}, and {rhs_dims} of `rhs`, shape {tuple(rhs)}."
+        )
+
+
 def contract(spec: str, is_batched: bool = False) -> lax.DotDimensionNumbers:
     """Dimension numbers of a matmul such as "mk,kn": the letter in both operands is contracted. Batch dims
     come first."""
@@ -116,15 +147,16 @@ def contract(spec: str, is_batched: bool = False) -> lax.DotDimensionNumbers:
 
 def is_single_dot(subscripts: str) -> bool:
     """Whether one `dot_general` and a transpose compute the einsum: `subscripts` has two operands and "->",
-    no repeated letter in an operand, and no letter summed in one operand only."""
+    no repeated letter in an operand, and no letter or "..." summed in one operand only."""
     operands, arrow, out = subscripts.partition("->")
     if not arrow or operands.count(",") != 1:
         return False
+    is_kept = ("..." in operands) == ("..." in out)
     lhs, rhs = operands.replace("...", "").split(",")
     out = out.replace("...", "")
     is_repeated = any(len(set(term)) < len(term) for term in (lhs, rhs, out))
     alone = set(lhs) ^ set(rhs)
-    return not is_repeated and alone <= set(out) <= set(lhs) | set(rhs) and "..." not in rhs
+    return not is_repeated and alone <= set(out) <= set(lhs) | set(rhs) and is_kept
 
 
 def einsum_by(
@@ -137,8 +169,16 @@ def einsum_by(
         lhs, rhs: operands of `dot_general`; only their `ndim` is used here.
         dot_general: called once; with `out_sharding` if it is given.
         out_sharding: sharding of the output, a `PartitionSpec` or a sharding.
+
+    Raises:
+        ValueError: an operand has another rank than its subscripts.
     """
     left, right, out = _spell_out(subscripts, lhs.ndim)
+    if (lhs.ndim, rhs.ndim) != (len(left), len(right)):
+        raise ValueError(
+            f"`subscripts`: expected operands of the ranks in {subscripts!r}; got `lhs` of rank {lhs.ndim} "
+            f"and `rhs` of rank {rhs.ndim}."
+        )
     shared = [letter for letter in left if letter in right]
     batch = [letter for letter in shared if letter in out]
     contracted = [letter for letter in shared if letter not in out]
