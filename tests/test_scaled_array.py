@@ -219,6 +219,29 @@ def test_it_has_the_surface_of_an_array(name):
     np.testing.assert_array_equal(got, expected)
 
 
+def test_it_is_iterated_as_its_value():
+    """Indices of JAX arrays are clamped, so indexing from 0 on does not end."""
+    q = example()
+    v, rows = q.dequantize(), [row for row, _ in zip(q, range(9), strict=False)]
+    assert len(rows) == len(q) == 4
+    first, *_, last = q
+    np.testing.assert_array_equal([first, last], v[jnp.array([0, 3])])
+    for function in (jnp.stack, jnp.concatenate, np.stack, np.concatenate, sum, list):
+        np.testing.assert_array_equal(function(q), function(v))
+    assert float(v[0, 0]) in q[0] and 1e9 not in quantize(jnp.ones(3), "E4M3")
+    np.testing.assert_allclose(jax.jit(sum)(q), sum(v), rtol=1e-6)
+
+
+def test_truth_and_length_are_the_values():
+    assert not quantize(0.0, "E4M3") and quantize(2.0, "E4M3") and not quantize(jnp.zeros(1), "E4M3")
+    for function, error in ((bool, ValueError), (len, TypeError), (iter, TypeError)):
+        q = example() if function is bool else quantize(2.0, "E4M3")
+        with pytest.raises(error):
+            function(value(q))
+        with pytest.raises(error):
+            function(q)
+
+
 MAPS = {
     "half": lambda a, b: 0.5 * a,
     "average": lambda a, b: 0.9 * a + 0.1 * b,

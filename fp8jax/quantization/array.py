@@ -50,10 +50,10 @@ class _Scale:
         vars(array)["bits"] = _bitcast(scale, _BITS)
 
 
-def _of_value(name: str) -> Callable[..., jax.Array]:
+def _of_value(name: str) -> Callable[..., Any]:
     """The value's method of this name; it dequantizes `ScaledArray`s among its arguments, too."""
 
-    def method(array: Any, *args: Any, **options: Any) -> jax.Array:
+    def method(array: Any, *args: Any, **options: Any) -> Any:
         return getattr(array.dequantize(), name)(*map(value, args), **options)
 
     return method
@@ -86,9 +86,9 @@ class ScaledArray:
         model. GEMM operands in blocks (see `quantize_blocks`), and frozen kernels stored as such, may have
         E8M0 scales, or scales that are a `ScaledArray`; its codes are bfloat16 to mark such a parameter.
 
-    Operators (+ - * / ** @ negation, abs), `sum`, `mean`, `reshape`, `transpose`, `T` and indexing
-    dequantize, and return a float32 array; `x[...]` is the array itself. For other reductions call
-    `dequantize` first.
+    Operators (+ - * / ** @ negation, abs), `sum`, `mean`, `reshape`, `transpose`, `T`, indexing and iteration
+    dequantize, and return float32 arrays; `x[...]` is the array itself. `len` and `bool` are the value's. For
+    other reductions call `dequantize` first.
     """
 
     data: Any
@@ -215,7 +215,8 @@ class ScaledArray:
         """The value in another dtype."""
         return self.dequantize(dtype)
 
-    # The value's methods and operators.
+    # The methods and operators of the value. Without `__iter__` a loop has no end: JAX clamps indices.
+    __iter__, __len__, __bool__ = map(_of_value, ("__iter__", "__len__", "__bool__"))
     reshape, transpose, sum, mean = map(_of_value, ("reshape", "transpose", "sum", "mean"))
     __add__, __radd__, __sub__, __rsub__ = map(_of_value, ("__add__", "__radd__", "__sub__", "__rsub__"))
     __mul__, __rmul__, __pow__ = map(_of_value, ("__mul__", "__rmul__", "__pow__"))
