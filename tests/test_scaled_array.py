@@ -105,6 +105,24 @@ def test_arithmetic_acts_on_the_value_from_both_sides(name, other):
         np.testing.assert_allclose(got, expected, rtol=2.0**-22)
 
 
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+@pytest.mark.parametrize("other", [*OTHERS, "itself"])
+def test_comparisons_are_of_the_values_entries(name, other):
+    compare, q = getattr(operator, name), example()
+    other = q if other == "itself" else OTHERS[other]
+    v, plain = q.dequantize(), jnp.asarray(value(other), jnp.float32)
+    for got, expected in ((compare(q, other), compare(v, plain)), (compare(other, q), compare(plain, v))):
+        assert isinstance(got, jax.Array) and got.dtype == bool
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_comparison_leaves_the_hash_and_none():
+    q, same = example(), quantize(jnp.zeros(3), "E4M3")
+    assert {q: 1, same: 2}[q] == 1 and hash(q) == hash(q)
+    assert (q == None) is False and (q != None) is True  # noqa: E711
+    assert float(jax.jit(lambda q: jnp.mean(q == 0))(same)) == 1
+
+
 def test_arithmetic_on_the_value():
     q = example()
     v = q.dequantize()
@@ -233,9 +251,10 @@ def test_it_is_iterated_as_its_value():
 
 
 def test_truth_and_length_are_the_values():
-    assert not quantize(0.0, "E4M3") and quantize(2.0, "E4M3") and not quantize(jnp.zeros(1), "E4M3")
+    zero, two = (quantize(jnp.float32(x), "E4M3") for x in (0, 2))
+    assert not zero and two and not quantize(jnp.zeros(1), "E4M3")
     for function, error in ((bool, ValueError), (len, TypeError), (iter, TypeError)):
-        q = example() if function is bool else quantize(2.0, "E4M3")
+        q = example() if function is bool else two
         with pytest.raises(error):
             function(value(q))
         with pytest.raises(error):

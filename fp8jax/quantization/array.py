@@ -87,8 +87,9 @@ class ScaledArray:
         E8M0 scales, or scales that are a `ScaledArray`; its codes are bfloat16 to mark such a parameter.
 
     Operators (+ - * / ** @ negation, abs), `sum`, `mean`, `reshape`, `transpose`, `T`, indexing and iteration
-    dequantize, and return float32 arrays; `x[...]` is the array itself. `len` and `bool` are the value's. For
-    other reductions call `dequantize` first.
+    dequantize, and return float32 arrays; `x[...]` is the array itself. Comparisons (== != < <= > >=) are of
+    the value's entries, and return bool arrays; the hash is of the object. `len` and `bool` are the value's.
+    For other reductions call `dequantize` first.
     """
 
     data: Any
@@ -222,6 +223,9 @@ class ScaledArray:
     __mul__, __rmul__, __pow__ = map(_of_value, ("__mul__", "__rmul__", "__pow__"))
     __truediv__, __rtruediv__ = map(_of_value, ("__truediv__", "__rtruediv__"))
     __matmul__, __rmatmul__ = map(_of_value, ("__matmul__", "__rmatmul__"))
+    __eq__, __ne__ = map(_of_value, ("__eq__", "__ne__"))  # pyright: ignore[reportAssignmentType]
+    __lt__, __le__, __gt__, __ge__ = map(_of_value, ("__lt__", "__le__", "__gt__", "__ge__"))
+    __hash__ = object.__hash__
     __abs__, __neg__ = map(_of_value, ("__abs__", "__neg__"))
 
 
