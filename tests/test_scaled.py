@@ -293,6 +293,19 @@ def test_special_inputs(name, strict_dtypes):
     np.testing.assert_array_equal(np.asarray(q.dequantize()), np.float32(got * np.float32(q.scale)))
 
 
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_nan_in_e2m1(scale):
+    """No code of E2M1 is NaN, so the scale of the block is."""
+    x = np.float32([[NAN, 1, 2], [1, -2, INF], [0, 3, -6]])
+    scales = None if scale is None else jnp.full((3, 1), scale)
+    got = jitted(quantize, format="E2M1", blocks=(3, 1))(x, scale=scales).dequantize()
+    top = 6.0 * (scale or 1)
+    expected = [[NAN] * 3, [1, -2, top], [0, 3, -6] if scale is None else [0, 3, -3]]
+    np.testing.assert_array_equal(got, np.float32(expected))
+    assert np.isnan(quantize(x, "E2M1", scale).dequantize()).all()
+    assert np.isfinite(quantize(x[1:], "E2M1", scale).dequantize()).all()
+
+
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_the_margin_leaves_headroom(power_of_two):
     x = jnp.float32([1.0, -0.3])

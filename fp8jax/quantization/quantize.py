@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
-from fp8jax.formats import E4M3, E4M4, E8M0, Format, get
+from fp8jax.formats import E2M1, E4M3, E4M4, E8M0, Format, get
 from fp8jax.platforms import by_platform, with_auto_axes
 from fp8jax.quantization.array import ScaledArray, expand, value
 from fp8jax.quantization.casts import cast, select
@@ -46,7 +46,8 @@ def quantize(
 
     Returns:
         A `ScaledArray` of x's shape. The error of an element that does not saturate is at most half an ulp
-        at the format's max, times the scale.
+        at the format's max, times the scale. NaN stays NaN: E2M1 has no NaN, so the scale of the block
+        becomes NaN.
 
     Raises:
         TypeError: `x` is not a floating array, `format` not a format, or `blocks` not a shape.
@@ -79,7 +80,11 @@ def quantize_by(
     """`quantize` on a scale that is known to be finite, positive and normal."""
     x, scale = jnp.asarray(value(x)), jnp.asarray(scale, jnp.float32)
     ScaledArray(x, scale).validate()
-    return ScaledArray(cast(x.astype(jnp.float32) * expand(1 / scale, x.shape), format), scale)
+    codes = cast(x.astype(jnp.float32) * expand(1 / scale, x.shape), format)
+    if format == E2M1:  # no code is NaN
+        has_nan = amax(jnp.isnan(x).astype(jnp.float32), scale.shape) > 0
+        scale = select(has_nan, float("nan"), scale)
+    return ScaledArray(codes, scale)
 
 
 def _checked(scale: jax.Array) -> jax.Array:
