@@ -166,6 +166,29 @@ def test_illegal_input():
         ScaledTensor(torch.ones(3), torch.ones(2, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-40, -0.01, np.nan, np.inf, 2.0**127])
+def test_illegal_scales(scale):
+    for given in (scale, torch.tensor(scale)):
+        with pytest.raises(ValueError, match=r"`scale`: expected a finite, positive, normal number.*; got "):
+            quantize(torch.ones(3), formats.E4M3, given)
+    with pytest.raises(ValueError, match="`scale`"):
+        fp8jax.quantize(jnp.ones(3), formats.E4M3, scale)
+
+
+@pytest.mark.parametrize("format", [formats.E8M0, formats.E4M4, "E2M1"])
+def test_formats_without_codes_in_torch(format):
+    with pytest.raises(ValueError, match="`format`: expected a format of tensors; got E"):
+        quantize(torch.ones(2, 2), format)
+
+
+@pytest.mark.parametrize("x", [np.ones(3, np.float32), [1.0, 2.0], 1.0])
+def test_quantize_takes_tensors_only(x):
+    with pytest.raises(
+        TypeError, match="`x`: expected a floating tensor to quantize; got (ndarray|list|float)"
+    ):
+        quantize(x, formats.E4M3)
+
+
 def weight(format=formats.FP16):
     return quantize(torch.randn(5, 7, generator=torch.Generator().manual_seed(0)), format, power_of_two=True)
 

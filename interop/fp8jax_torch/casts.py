@@ -29,6 +29,29 @@ def format_of(dtype: torch.dtype) -> Format:
     return next(format for format in formats.ALL if f"torch.{format.dtype.name}" == str(dtype))
 
 
+def check_format(format: Format) -> None:
+    """Raises ValueError for a format that no tensor is quantized to."""
+    reasons = {
+        "E8M0": "which is for scales",
+        "E4M4": "which is for second moments",
+        "E2M1": "for which torch has no dtype with an entry for each code",
+    }
+    if format.name in reasons:
+        raise ValueError(
+            f"`format`: expected a format of tensors; got {format.name}, {reasons[format.name]}."
+        )
+
+
+def checked_scale(scale: Float[torch.Tensor, ""]) -> Float[torch.Tensor, ""]:
+    """The scale. Raises ValueError if it is illegal, except on a device, where reading it would wait."""
+    is_read = type(scale) is torch.Tensor and scale.device.type == "cpu" and scale.ndim == 0
+    if is_read and not MIN_SCALE <= scale.item() <= MAX_SCALE:
+        raise ValueError(
+            f"`scale`: expected a finite, positive, normal number, up to 2**126; got {scale.item():g}."
+        )
+    return scale
+
+
 def cast(x: Float[torch.Tensor, "..."], format: Format) -> Float[torch.Tensor, "..."]:
     """float32 `x` to the codes of `format`: to nearest even, saturating; NaN stays NaN."""
     return x.clamp(-format.max, format.max).to(dtype_of(format))

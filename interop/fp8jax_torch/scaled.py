@@ -177,24 +177,26 @@ def quantize(
     Args:
         x: floating tensor or `ScaledTensor`, any shape; detached.
         format: format of the codes, or its name.
-        scale: float32, shape=(). By default the scale that maps the largest magnitude of `x` to the format's
-            max, and at most `largest_scale`.
+        scale: float32, shape=(), from 2**-126 to 2**126; checked unless it is on a device. By default the
+            scale that maps the largest magnitude of `x` to the format's max, and at most `largest_scale`.
         margin, power_of_two: binary headroom of the default scale; whether it is a power of two.
 
     Raises:
         TypeError: `x` is not a floating tensor, or `format` is not a format.
-        ValueError: the format is unknown, or E8M0, a format of scales.
+        ValueError: the format is unknown, or E8M0, E4M4 or E2M1; or the scale has a shape, or is zero,
+            negative, NaN, infinite or subnormal.
     """
     format = formats.get(format)
-    if not x.is_floating_point():
-        raise TypeError(f"`x`: expected a floating tensor to quantize; got {x.dtype}.")
-    if format == formats.E8M0:
-        raise ValueError("`format`: expected a format of tensors; got E8M0, a format of scales.")
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"`x`: expected a floating tensor to quantize; got {got}.")
+    casts.check_format(format)
     dtype, x = x.dtype, _value(x.detach()).float()
     if scale is None:
         scale = casts.scale_of(casts.amax(x), format.max, margin=margin, power_of_two=power_of_two)
         scale = scale.clamp(max=float(largest_scale(format.max, power_of_two=power_of_two)))
-    scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
+    else:
+        scale = casts.checked_scale(torch.as_tensor(scale, dtype=torch.float32)).to(x.device)
     return ScaledTensor(casts.cast(x * (1 / scale), format), scale, dtype)
 
 
