@@ -223,6 +223,36 @@ def test_in_place_writes_are_quantized():
     assert not q.dequantize().any()
 
 
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("x", [torch.ones(2, 3).t(), torch.ones(()), torch.ones(2, 3)])
+def test_zeroing(x, format):
+    q = quantize(x, format)
+    codes = q.codes
+    assert q.zero_() is q and q.codes is codes and q.shape == x.shape
+    assert not q.dequantize().any() and not codes.float().any()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda q: q.squeeze_(),
+        lambda q: q.unsqueeze_(0),
+        lambda q: q.t_(),
+        lambda q: q.transpose_(0, 1),
+        lambda q: q.resize_(2, 2),
+        lambda q: torch.add(torch.ones(2, 2), 1, out=q),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_writes_keep_the_shape(write):
+    """codes and scale would keep theirs: `squeeze_` did nothing."""
+    q = quantize(torch.arange(5.0)[None], formats.E4M3)
+    want = q.dequantize()
+    with pytest.raises(RuntimeError, match="`ScaledTensor`: expected a write that keeps the shape; got aten"):
+        write(q)
+    torch.testing.assert_close(q.dequantize(), want, rtol=0, atol=0)
+
+
 def test_in_place_multiplication_by_a_number():
     q = weight(formats.E4M3)
     codes, scale = q.codes.clone(), q.scale.clone()

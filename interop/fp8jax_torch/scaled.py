@@ -183,8 +183,7 @@ def quantize(
 
     Raises:
         TypeError: `x` is not a floating tensor, or `format` is not a format.
-        ValueError: the format is unknown, or E8M0, E4M4 or E2M1; or the scale has a shape, or is zero,
-            negative, NaN, infinite or subnormal.
+        ValueError: the format is unknown, or E8M0, E4M4 or E2M1; or the scale is another than above.
     """
     format = formats.get(format)
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
@@ -261,6 +260,8 @@ def _on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
     new_args = [dequantized(arg, argument) for arg, argument in zip(args, schema, strict=False)]
     out = func(*new_args, **{name: dequantized(arg, by_name[name]) for name, arg in kwargs.items()})
     for scaled, plain in written:
+        if plain.shape != scaled.shape:
+            raise RuntimeError(f"`ScaledTensor`: expected a write that keeps the shape; got {func}.")
         scaled.requantize_(plain)
     scaled_of = {id(plain): scaled for scaled, plain in written}
     return as_views(func, pytree.tree_map(lambda x: scaled_of.get(id(x), x), out))
@@ -306,7 +307,7 @@ def _rescale_each(func: Any, tensors: Any, factor: Any) -> None:
 
 
 def _zero(func: Any, x: ScaledTensor) -> ScaledTensor:
-    x.codes.view(torch.uint8).zero_()
+    (x.codes.view(torch.uint8) if x.codes.itemsize == 1 else x.codes).zero_()
     x.scale.fill_(1)
     return _written(x)
 
