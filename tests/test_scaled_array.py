@@ -160,6 +160,18 @@ def test_vmap_maps_codes_and_scales_together():
     assert_same(last, quantize(q.data.astype(jnp.float32), formats.E4M3, 0.5))
 
 
+@pytest.mark.parametrize("read", [lambda q: q.dequantize(), lambda q: q + 1, jnp.sum, lambda q: q[0]])
+def test_an_array_of_vmap_says_what_to_do(read):
+    """It has a scale for each slice, without the dims of 1 that blocks have."""
+    x = jnp.arange(24.0).reshape(3, 2, 4)
+    q = jax.vmap(lambda x: quantize(x, "E4M3"))(x)
+    with pytest.raises(ValueError, match=r"dequantize within the vmap, .* with blocks=\(3, 1, 1\)") as error:
+        read(q)
+    assert "\n" not in str(error.value)
+    within = jax.vmap(lambda q: q.dequantize())(q)
+    np.testing.assert_array_equal(within, quantize(x, "E4M3", blocks=(3, 1, 1)).dequantize())
+
+
 def test_scan_carries_slices_and_stacks_it():
     # Powers of two: a fused multiply and add then gives the same bits.
     layers = example(shape=(3, 4, 6), blocks=(3, 1, 1), power_of_two=True)

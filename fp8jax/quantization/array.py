@@ -160,7 +160,11 @@ class ScaledArray:
         return ScaledArray(self.data, scale.astype(jnp.bfloat16 if is_bf16 else jnp.float32))
 
     def dequantize(self, dtype: Any = jnp.float32) -> Float[Array, "..."]:
-        """The value, `data * scale`, computed in float32 and cast to `dtype`."""
+        """The value, `data * scale`, computed in float32 and cast to `dtype`.
+
+        Raises:
+            ValueError: codes and scale do not fit, as from `jax.vmap(quantize)`.
+        """
         return (self.data.astype(jnp.float32) * expand(self.scale, self.shape)).astype(dtype)
 
     def validate(self) -> "ScaledArray":
@@ -275,8 +279,19 @@ def with_float32_scales(tree: Any) -> Any:
 
 
 def expand(scale: Any, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """`scale`, a scalar or one entry per block, in a shape that broadcasts against `shape`; float32."""
+    """`scale`, a scalar or one entry per block, in a shape that broadcasts against `shape`; float32.
+
+    Raises:
+        ValueError: `scale` has dims, but another rank than `shape`.
+    """
     scale = jnp.asarray(value(scale)).astype(jnp.float32)
+    if scale.ndim not in (0, len(shape)):
+        blocks = (*scale.shape, *(1,) * (len(shape) - scale.ndim))
+        raise ValueError(
+            f"`ScaledArray`: expected a scalar scale, or a scale of the codes' rank; got shape {scale.shape} "
+            f"for codes {tuple(shape)}. If it is from `jax.vmap(quantize)`, dequantize within the vmap, or "
+            f"quantize the whole array with blocks={blocks}."
+        )
     if scale.ndim:
         for axis, (blocks, dim) in enumerate(zip(scale.shape, shape, strict=True)):
             if blocks not in (1, dim):
