@@ -58,8 +58,9 @@ def quantize(
     x = jnp.asarray(value(x))
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"`x`: expected a floating array to quantize; got {x.dtype}.")
-    if not isinstance(blocks, tuple | list):
+    if not isinstance(blocks, tuple | list) or not all(hasattr(n, "__index__") and n >= 0 for n in blocks):
         raise TypeError(f"`blocks`: expected a shape; got {blocks!r}.")
+    blocks = tuple(blocks)
     if format in (E8M0, E4M4):
         of_what = {"E8M0": "scales", "E4M4": "second moments"}[format.name]
         raise ValueError(
