@@ -9,10 +9,20 @@ import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
+from flax.core import FrozenDict, freeze
 from jax import lax
 
 from fp8jax import Recipe, ScaledArray, formats, quantize
-from fp8jax.dot import GradSlot, Weight, dot_general, einsum, init_state, save_fp8_operands
+from fp8jax.dot import (
+    GradSlot,
+    Weight,
+    dot_general,
+    einsum,
+    init_ragged_state,
+    init_state,
+    ragged_dot,
+    save_fp8_operands,
+)
 
 TE = Recipe.te(amax_history_len=4)
 CURRENT = Recipe.parse("te,scaling=current")
@@ -240,6 +250,22 @@ def test_infinite_output_gradient(recipe):
     lhs, rhs, grad = normal(0, 32, 64), normal(1, 64, 16), normal(2, 32, 16)
     _, dlhs, drhs, _ = step(recipe)(lhs, rhs, grad.at[3, 5].set(jnp.inf), init_state(recipe))
     assert np.isnan(dlhs).all() and np.isnan(drhs).all()
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_the_state_may_be_a_frozen_dict(is_ragged):
+    """As Flax's variables may be; the gradient is the next state, of the same type."""
+    lhs, rhs = normal(0, 4, 16), normal(1, 16, 8)
+
+    def loss(state):
+        if is_ragged:
+            return ragged_dot(lhs, rhs[None], jnp.array([4]), recipe=TE, state=state).sum()
+        return dot_general(lhs, rhs, MATRICES, recipe=TE, state=state).sum()
+
+    state = init_ragged_state(TE, 1) if is_ragged else init_state(TE)
+    got, want = jax.grad(loss)(freeze(state)), jax.grad(loss)(state)
+    assert isinstance(got, FrozenDict)
+    jax.tree.map(np.testing.assert_array_equal, dict(got), want)
 
 
 def test_a_nan_shows_in_the_output():

@@ -187,7 +187,7 @@ def dot_general(
         whole, inputs = Whole(layout, made.expression), made.inputs
     static = StaticArgs.of(lhs, weight, recipe, chosen, out_dtype, whole)
     check_state(recipe, state)
-    state, grad_slot = broadcast_under_vmap((to_fm32(state), grad_slot), lhs, *jax.tree.leaves(kernel))
+    state, grad_slot = broadcast_under_vmap((to_fm32(dict(state)), grad_slot), lhs, *jax.tree.leaves(kernel))
 
     def multiplied(lhs: Any, kernel: Any, grad_slot: Any, state: Any, inputs: Any) -> jax.Array:
         out: Any = jitted_dot(static, lhs, kernel, grad_slot, state, inputs)

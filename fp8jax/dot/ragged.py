@@ -101,7 +101,7 @@ def ragged_dot(
     check_state(static.recipe, state)
     _check_groups(static.recipe, state, weight.shape[0])
     state, grad_slot = broadcast_under_vmap(
-        (to_fm32(state), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
+        (to_fm32(dict(state)), grad_slot), lhs, group_sizes, *jax.tree.leaves(kernel)
     )
     return jitted_dot(static, lhs, kernel, grad_slot, state, group_sizes)
 
