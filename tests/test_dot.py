@@ -380,6 +380,24 @@ def test_einsum_of_shapes_that_do_not_fit(subscripts):
         einsum(subscripts, jnp.ones(lhs), jnp.ones(rhs), recipe=CURRENT, state={})
 
 
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("lhs", "int32"), ("lhs", "bool"), ("lhs", "scaled"), ("rhs", "int32"), ("rhs", "complex64")],
+)
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_operands_that_are_no_floats(is_ragged, name, dtype):
+    operands = {"lhs": jnp.ones((4, 16)), "rhs": jnp.ones((16, 8))}
+    x = operands[name]
+    operands[name] = quantize(x, "E4M3") if dtype == "scaled" else x.astype(dtype)
+    got = "a ScaledArray. Call `dequantize`" if dtype == "scaled" else dtype
+    with pytest.raises(TypeError, match=f"`{name}`: expected a floating array; got {got}"):
+        if is_ragged:
+            rhs = operands["rhs"].reshape(1, 16, 8)
+            ragged_dot(operands["lhs"], rhs, jnp.array([4]), recipe=CURRENT, state={})
+        else:
+            dot_general(*operands.values(), MATRICES, recipe=CURRENT, state={})
+
+
 def test_errors_say_what_to_do():
     lhs, rhs = jnp.ones((4, 16)), jnp.ones((16, 8))
     with pytest.raises(ValueError, match=r"expected gemm=FP8.*gemm=BF16"):

@@ -172,6 +172,7 @@ def dot_general(
         dtype; the gradient of a `Weight` is in its `grad_slot`, and the gradient of `state` is the new state.
 
     Raises:
+        TypeError: `lhs` or `rhs` is an array of integers or complex numbers, or `lhs` a `ScaledArray`.
         ValueError: `recipe.gemm` is not "FP8" or "FP4", `state` is of another recipe, `dimension_numbers` do
             not fit the shapes, or the backend does not support this dot here.
     """

@@ -90,6 +90,7 @@ def ragged_dot(
         scale for each group.
 
     Raises:
+        TypeError: `lhs` or `rhs` is an array of integers or complex numbers, or `lhs` a `ScaledArray`.
         ValueError: `recipe.gemm` is neither "FP8" nor "FP4", `state` is of another recipe or another number
             of groups, or the shapes do not match.
     """

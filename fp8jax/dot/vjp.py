@@ -106,6 +106,13 @@ class Matmul(Protocol):
         ...
 
 
+def _check_floating(name: str, x: Any) -> None:
+    if isinstance(x, ScaledArray):
+        raise TypeError(f"`{name}`: expected a floating array; got a ScaledArray. Call `dequantize` on it.")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"`{name}`: expected a floating array; got {x.dtype}{list(x.shape)}.")
+
+
 @dataclasses.dataclass(frozen=True)
 class StaticArgs:
     """The static arguments of a dot."""
@@ -127,8 +134,12 @@ class StaticArgs:
         """The static arguments of the dot of `lhs` and `rhs`.
 
         Raises:
+            TypeError: `lhs` is no floating array, or `rhs` neither such an array nor a `ScaledArray`.
             ValueError: `recipe.gemm` is neither "FP8" nor "FP4".
         """
+        _check_floating("lhs", lhs)
+        if not isinstance(rhs.value, ScaledArray):
+            _check_floating("rhs", rhs.value)
         recipe = Recipe.parse(recipe)
         if not recipe.is_quantized:
             raise ValueError(f"`recipe`: expected gemm=FP8 or FP4 for an FP8 dot; got gemm={recipe.gemm}.")
