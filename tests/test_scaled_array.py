@@ -216,6 +216,23 @@ def test_validate_names_both_shapes_and_dtypes(name):
         assert f"{part.dtype}{list(part.shape)}" in message
 
 
+@pytest.mark.parametrize("scale", [2, 2.0, np.float32(2), np.float64(2), np.ones((), np.float32) * 2])
+def test_a_scale_may_be_a_number(scale):
+    q = ScaledArray(jnp.ones(3, jnp.float8_e4m3fn), scale)
+    assert q.scale.dtype == jnp.float32
+    assert float(jax.jit(lambda q: q.sum())(q)) == 6
+
+
+@pytest.mark.parametrize(
+    "scale", [np.int64(2), jnp.int32(2), jnp.float16(2), np.ones(()), jnp.ones((), bool)]
+)
+def test_a_scale_of_another_dtype_is_refused(scale):
+    with pytest.raises(
+        ValueError, match=rf"a float32 scale.* got data float8_e4m3fn\[3\], scale {scale.dtype}"
+    ):
+        ScaledArray(jnp.ones(3, jnp.float8_e4m3fn), scale)
+
+
 @pytest.mark.parametrize(
     "shape, blocks", [((4, 6), ()), ((4, 6), (2, 3)), ((0, 6), (1, 2)), ((), ()), ((0,), (1,))]
 )

@@ -46,8 +46,19 @@ class _Scale:
         return _bitcast(array.bits, _FLOATS)
 
     def __set__(self, array: Any, scale: Any) -> None:
-        scale = jnp.float32(scale) if isinstance(scale, float) else scale
-        vars(array)["bits"] = _bitcast(scale, _BITS)
+        is_of_array = hasattr(array.data, "dtype")  # else an integer may be an axis of `vmap`
+        is_number = isinstance(scale, float) or (is_of_array and isinstance(scale, int))
+        bits = vars(array)["bits"] = _bitcast(jnp.float32(scale) if is_number else scale, _BITS)
+        if is_of_array and isinstance(bits, _ARRAYS) and bits.dtype not in _FLOATS:
+            raise _illegal(array.data, bits.dtype, bits.shape)
+
+
+def _illegal(data: Any, dtype: Any, blocks: tuple[int, ...]) -> ValueError:
+    """The error of a `ScaledArray` of `data` with a scale of this dtype and shape."""
+    return ValueError(
+        "`ScaledArray`: expected floating data and a float32 scale, scalar or of the data's rank with dims "
+        f"that divide the data's; got data {data.dtype}{list(data.shape)}, scale {dtype}{list(blocks)}."
+    )
 
 
 def _of_value(name: str) -> Callable[..., Any]:
@@ -90,6 +101,9 @@ class ScaledArray:
     dequantize, and return float32 arrays; `x[...]` is the array itself. Comparisons (== != < <= > >=) are of
     the value's entries, and return bool arrays; the hash is of the object. `len` and `bool` are the value's.
     For other reductions call `dequantize` first.
+
+    Raises:
+        ValueError: the scale is an array of another dtype. A number becomes float32.
     """
 
     data: Any
@@ -185,11 +199,7 @@ class ScaledArray:
         is_float = jnp.issubdtype(self.data.dtype, jnp.floating)
         is_float = is_float and dtype in _BITS
         if not (fits and is_float):
-            raise ValueError(
-                "`ScaledArray`: expected floating data and a float32 scale, scalar or of the data's rank "
-                f"with dims that divide the data's; got data {self.data.dtype}{list(shape)}, "
-                f"scale {dtype}{list(blocks)}."
-            )
+            raise _illegal(self.data, dtype, blocks)
         return self
 
     # Without this NumPy calls the operators below element by element.
