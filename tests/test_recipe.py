@@ -6,6 +6,7 @@ import itertools
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 
 import fp8jax
@@ -250,6 +251,12 @@ def test_illegal_values(name, legal, bad):
     message = str(error.value)
     assert message.startswith(f"recipe: `{name}` is one of: {legal}") and "got" in message
     assert "\n" not in message
+
+
+def test_an_integer_of_numpy_is_shown_as_such():
+    """Its text alone would look legal."""
+    with pytest.raises(ValueError, match=r"an integer from 0 to 100; got 'np\.int64\(1\)'"):
+        Recipe(margin=np.int64(1))
 
 
 def test_every_field_has_illegal_values_in_the_table():

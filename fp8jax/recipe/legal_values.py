@@ -71,7 +71,8 @@ def check(recipe: Any) -> None:
     for name, (least, largest) in _INTEGERS.items():
         number = getattr(recipe, name)
         if type(number) is not int or not least <= number <= largest:
-            raise _illegal(name, number, f"an integer from {least} to {largest}")
+            got = number if isinstance(number, str) else repr(number)  # as `np.int64(1)`
+            raise _illegal(name, got, f"an integer from {least} to {largest}")
     override = recipe.override_linear_precision
     if not isinstance(override, tuple) or [type(flag) for flag in override] != [bool] * 3:
         raise _illegal("override_linear_precision", override, "three booleans, as False+False+True")
