@@ -181,7 +181,7 @@ def _why_not(
 ) -> str | None:
     """Why a dot product cannot run in FP8; `rank` is the other operand's."""
     if not kernels:
-        return OF_CONSTANTS if CONSTANT in ins else "both operands are activations"
+        return OF_CONSTANTS if any(x is CONSTANT for x in ins) else "both operands are activations"
     if is_complex:
         return "it multiplies complex numbers"
     if len(kernels) == 2:
@@ -192,7 +192,7 @@ def _why_not(
         return x.reason
     if other is ONE_HOT:
         return OF_ROWS
-    if other in (None, CONSTANT):
+    if other is None or other is CONSTANT:
         return OF_NO_INPUT
     if rank == 1:
         return OF_A_VECTOR

@@ -174,7 +174,7 @@ class _DotFinder:
             return ACTIVATION
         parameters = [x for x in ins if is_parameter(x)]
         if not parameters:
-            return CONSTANT if CONSTANT in ins else None
+            return CONSTANT if any(x is CONSTANT for x in ins) else None
         return derived_from(parameters, f"its kernel is computed ({name})")
 
     def program(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> list[Any]:
