@@ -121,6 +121,8 @@ def test_a_comparison_leaves_the_hash_and_none():
     assert {q: 1, same: 2}[q] == 1 and hash(q) == hash(q)
     assert (q == None) is False and (q != None) is True  # noqa: E711
     assert float(jax.jit(lambda q: jnp.mean(q == 0))(same)) == 1
+    shapes = jax.eval_shape(lambda: same)
+    assert shapes == shapes and shapes != q and 1 not in [shapes]
 
 
 def test_arithmetic_on_the_value():

@@ -70,6 +70,17 @@ def _of_value(name: str) -> Callable[..., Any]:
     return method
 
 
+def _equality(name: str) -> Callable[..., Any]:
+    """The value's `==` or `!=`; of objects where trees have no arrays, as of shapes or shardings."""
+    of_value = _of_value(name)
+
+    def method(array: Any, other: Any) -> Any:
+        are_arrays = all(hasattr(x.data, "astype") for x in (array, other) if isinstance(x, ScaledArray))
+        return of_value(array, other) if are_arrays else NotImplemented
+
+    return method
+
+
 @functools.partial(
     export.register_pytree_node_serialization,
     serialized_name="fp8jax.ScaledArray",
@@ -237,7 +248,7 @@ class ScaledArray:
     __mul__, __rmul__, __pow__ = map(_of_value, ("__mul__", "__rmul__", "__pow__"))
     __truediv__, __rtruediv__ = map(_of_value, ("__truediv__", "__rtruediv__"))
     __matmul__, __rmatmul__ = map(_of_value, ("__matmul__", "__rmatmul__"))
-    __eq__, __ne__ = map(_of_value, ("__eq__", "__ne__"))  # pyright: ignore[reportAssignmentType]
+    __eq__, __ne__ = map(_equality, ("__eq__", "__ne__"))  # pyright: ignore[reportAssignmentType]
     __lt__, __le__, __gt__, __ge__ = map(_of_value, ("__lt__", "__le__", "__gt__", "__ge__"))
     __hash__ = object.__hash__
     __abs__, __neg__ = map(_of_value, ("__abs__", "__neg__"))
