@@ -75,7 +75,7 @@ class _CodesDType(fp8_ops.fp8_meta_dtype_wrapper):
     _rules: type = _CodesRules
 
 
-fm32 = _MaxDType(jnp.float32, _MaxRules)
+fm32 = _MaxDType(fp8_ops.fm32.float_dtype, _MaxRules)  # as Flax writes it, which the hash depends on
 # uint8, because XLA on CPU converts all float8 arrays that a scan stacks to float16 in each iteration.
 FP8_GRAD = _CodesDType(jnp.dtype(jnp.uint8))
 
