@@ -104,6 +104,7 @@ def test_kernel_computes_its_input(function, shapes, dtype, method, monkeypatch)
         np.testing.assert_array_equal(np.asarray(one.data).view(np.uint8), other.data.view(np.uint8))
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="JAX lowers Triton only beside a GPU's mesh")
 @MADE
 def test_kernel_in_triton(function, shapes):
     """The kernel can be lowered: Triton has each of the operations in bfloat16."""
