@@ -180,7 +180,7 @@ def main() -> None:
             both = [row for found in sections.values() for row in found if row["way"] == "block"]
             least = min((row["fp8jax /"] for row in both), default=None)
             sections["scales of blocks, the first two sizes"] = [{"way": LEAST, "fp8jax /": least}]
-        output.record("gemm", output.device(), sections | profiled, args, skipped=skipped)
+        output.finish("gemm", output.device(), sections | profiled, args, skipped=skipped, is_last=False)
         if number == 0:
             profiled = profile(
                 {f"{name} at {size}": runs.get(name) for name in (OURS, "block")}, args, skipped

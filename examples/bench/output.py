@@ -96,29 +96,20 @@ def finish(
     args: argparse.Namespace,
     packages: tuple[str, ...] = PACKAGES,
     skipped: Mapping[str, str] | None = None,
+    is_last: bool = True,
 ) -> None:
     """Prints the sections, rows by title, and with --record keeps them with the packages' versions.
 
-    `skipped` says of what was not measured why.
+    `skipped` says of what was not measured why. A benchmark that may be killed also calls it after each part,
+    with `is_last` False, which only keeps the sections.
     """
-    for what, reason in (skipped or {}).items():
-        print(f"not measured: {what}: {reason}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(sections, indent=2))
-    else:
-        print("\n\n".join(f"{title}\n{table(rows)}" for title, rows in sections.items()))
-    record(name, device, sections, args, packages, skipped)
-
-
-def record(
-    name: str,
-    device: str,
-    sections: dict[str, Rows],
-    args: argparse.Namespace,
-    packages: tuple[str, ...] = PACKAGES,
-    skipped: Mapping[str, str] | None = None,
-) -> None:
-    """With --record writes what `finish` keeps; a benchmark that may be killed calls it after each part."""
+    if is_last:
+        for what, reason in (skipped or {}).items():
+            print(f"not measured: {what}: {reason}", file=sys.stderr)
+        if args.json:
+            print(json.dumps(sections, indent=2))
+        else:
+            print("\n\n".join(f"{title}\n{table(rows)}" for title, rows in sections.items()))
     if args.record:
         about = environment(device, packages)
         folder = pathlib.Path(args.record) / f"{about['date']}_{device}_{name}"
