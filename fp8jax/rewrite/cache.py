@@ -139,7 +139,7 @@ def contents_of(fn: Callable[..., Any]) -> list[Any]:
 
 
 def _inside(fn: Any) -> Any:
-    """What a partial, a method, a wrapper or an object with `__call__` calls; None for a function."""
+    """The callable that a partial, a method, a wrapper or an object with `__call__` calls; else None."""
     if isinstance(fn, functools.partial):
         return fn.func
     if isinstance(fn, types.MethodType):
