@@ -108,10 +108,9 @@ def fit(
             for package in ("grain", "matplotlib", "rich"):
                 need(package)  # before any work is done
             report.check_about(about or {}, trainer)
-            if twin:
-                checks.check_twin(twin, trainer)
             settings = {**saved_options(options), run_folder.ROWS: trainer.rows}
             if twin:
+                checks.check_twin(twin, trainer)
                 settings[run_folder.OF_TWIN] = checks.options_of_twin(twin.config, config)
             folder = run_folder.choose(config.output_dir, resume=resume, or_start=or_start, name="trainer")
             found = run_folder.read(folder, settings)
