@@ -16,7 +16,7 @@ import fp8jax
 from fp8jax import Recipe, formats
 from fp8jax.comm import Zero
 from fp8jax.quantization import cast, cast_stochastically, is_scaled, remainder_of, value
-from fp8jax.quantization.random import leaf_seeds, random_bits
+from fp8jax.quantization.rounding import leaf_seeds, random_bits
 
 FORMATS = [formats.E4M3, formats.E5M2, formats.FP16]
 

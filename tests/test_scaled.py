@@ -23,7 +23,7 @@ from fp8jax.quantization import (
     scale_of,
     usable,
 )
-from fp8jax.quantization.casts import _cast_natively
+from fp8jax.quantization.rounding import _cast_natively
 
 FP8 = (formats.E4M3, formats.E5M2)
 TARGETS = (*FP8, formats.FP16, formats.BF16)

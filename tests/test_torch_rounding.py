@@ -22,7 +22,7 @@ import fp8jax
 from fp8jax import Recipe, formats
 from fp8jax.optim.step.weight_remainder import decode_weight
 from fp8jax.quantization import cast_stochastically
-from fp8jax.quantization.random import leaf_seeds, other_bits, random_bits
+from fp8jax.quantization.rounding import leaf_seeds, other_bits, random_bits
 
 FP8 = "fp8"
 OF_O2 = "O2,rounding=stochastic+nearest+value"

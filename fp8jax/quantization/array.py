@@ -12,8 +12,8 @@ from jax import export, lax
 from jaxtyping import Array, Float
 
 from fp8jax.formats import ALL, E4M3, E8M0, Format
-from fp8jax.quantization.casts import from_bytes, to_bytes
 from fp8jax.quantization.packed import PackedE2M1
+from fp8jax.quantization.rounding import from_bytes, to_bytes
 
 _BITS = {
     jnp.dtype(jnp.float32): jnp.dtype(jnp.uint32),

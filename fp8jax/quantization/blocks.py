@@ -32,12 +32,11 @@ from jaxtyping import Array, Float, Float32, UInt32
 
 from fp8jax.formats import E2M1, E4M3, E8M0, Format
 from fp8jax.quantization.array import ScaledArray, expand, format_of, is_scaled, value
-from fp8jax.quantization.casts import cast, select
 from fp8jax.quantization.fp4 import butterflies, eden, four_or_six, largest_of, of_blocks, of_tensor
 from fp8jax.quantization.packed import PackedE2M1
 from fp8jax.quantization.quantize import amax, quantize
+from fp8jax.quantization.rounding import cast, cast_stochastically, select
 from fp8jax.quantization.scales import MAX_SCALE, MIN_SCALE, factor_of, usable
-from fp8jax.quantization.stochastic_rounding import cast_stochastically
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,10 +27,9 @@ from jaxtyping import Array, Float, Float32, UInt32
 
 from fp8jax.formats import E2M1, E4M3
 from fp8jax.quantization.array import ScaledArray, expand
-from fp8jax.quantization.casts import cast, cast_by_bits, select
 from fp8jax.quantization.packed import PackedE2M1
+from fp8jax.quantization.rounding import cast, cast_by_bits, cast_stochastically, rounded_magnitude, select
 from fp8jax.quantization.scales import factor_of, usable
-from fp8jax.quantization.stochastic_rounding import cast_stochastically, rounded_magnitude
 
 # What a block's amax becomes, by rule; and the largest scale of a block before it is corrected. With 256, the
 # scale that maps an amax to 4 is at most 384, and a corrected scale has room up to 448.

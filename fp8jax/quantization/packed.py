@@ -14,8 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8, UInt32
 
 from fp8jax.formats import E2M1
-from fp8jax.quantization.casts import codes_by_bits
-from fp8jax.quantization.stochastic_rounding import stochastic_codes
+from fp8jax.quantization.rounding import codes_by_bits, stochastic_codes
 
 # The named scope of the conversion of codes to floats: bytes do not tell their format.
 DECODED = "e2m1"

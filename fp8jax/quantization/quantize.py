@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from fp8jax.formats import E2M1, E4M3, E4M4, E8M0, Format, get
 from fp8jax.platforms import by_platform, with_auto_axes
 from fp8jax.quantization.array import ScaledArray, expand, value
-from fp8jax.quantization.casts import cast, select
+from fp8jax.quantization.rounding import cast, select
 from fp8jax.quantization.scales import MAX_SCALE, MIN_SCALE, largest_scale, scale_of
 
 _INFINITY = np.array(np.inf, np.float32).view(np.int32)

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32
 
-from fp8jax.quantization.casts import select
+from fp8jax.quantization.rounding import select
 
 MIN_SCALE, MAX_SCALE = 2.0**-126, 2.0**126
 

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int32
 from fp8jax import formats
 from fp8jax.formats import Format
 from fp8jax.quantization import MAX_SCALE, MIN_SCALE
-from fp8jax.quantization.casts import nan_code
+from fp8jax.quantization.rounding import nan_code
 
 _FLOAT32 = torch.finfo(torch.float32)
 

@@ -42,7 +42,7 @@ from fp8jax.quantization.kernels.tiles import (
 )
 from fp8jax.quantization.packed import PackedE2M1, codes_of
 from fp8jax.quantization.quantize import amax, amax_from_bits
-from fp8jax.quantization.random import bits_at, random_bits
+from fp8jax.quantization.rounding import bits_at, random_bits
 
 BLOCK = 16
 COUNT = TILE // BLOCK
