@@ -13,7 +13,7 @@ import fp8jax
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim import adam, adamw, adamw_8bit, convert, scale_by_adam, with_dequantized
-from fp8jax.optim.step.weight_remainder import decode_weight, encode_plain
+from fp8jax.optim.step.codecs import decode_weight, encode_plain
 from fp8jax.quantization import nearest
 
 DTYPES = [jnp.bfloat16, jnp.float16]

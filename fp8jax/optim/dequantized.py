@@ -32,8 +32,7 @@ from fp8jax.optim.nnx_variables import filled, in_variables
 from fp8jax.optim.state import DequantizedState
 from fp8jax.optim.state.convert import check_roundings
 from fp8jax.optim.state.stored_formats import first_roundings
-from fp8jax.optim.step.codecs import select
-from fp8jax.optim.step.weight_remainder import decode_weight, encode_plain, encode_weight, is_rounded
+from fp8jax.optim.step.codecs import decode_weight, encode_plain, encode_weight, is_rounded, select
 from fp8jax.optim.transforms import plain_mask, takes_variables
 from fp8jax.platforms import any_of, with_auto_axes
 from fp8jax.quantization import (

@@ -23,8 +23,7 @@ from fp8jax.optim.state.stored_formats import (
     stored_formats,
 )
 from fp8jax.optim.step import ParamState
-from fp8jax.optim.step.codecs import decode, encode_alone, name_of, zeros
-from fp8jax.optim.step.weight_remainder import decode_weight
+from fp8jax.optim.step.codecs import decode, decode_weight, encode_alone, name_of, zeros
 from fp8jax.optim.storage import Storage
 from fp8jax.quantization import format_of, is_scaled
 from fp8jax.recipe import Recipe

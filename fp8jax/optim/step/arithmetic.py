@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8jax.optim.step.codecs import decode
-from fp8jax.optim.step.weight_remainder import decode_weight
+from fp8jax.optim.step.codecs import decode, decode_weight
 
 
 class ParamState(NamedTuple):
