@@ -10,7 +10,7 @@ from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_insi
 from fp8jax.optim.state import is_adam_state, is_masked
 from fp8jax.optim.step.codecs import is_rounded, zeros
 from fp8jax.optim.storage import Blockwise, LinearInt8
-from fp8jax.optim.storage.scaled import scaled_zeros
+from fp8jax.optim.storage.base import scaled_zeros
 from fp8jax.quantization import format_of, is_scaled, quantize, value
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params

@@ -24,7 +24,7 @@ from jax import lax
 
 from fp8jax import formats
 from fp8jax.optim.storage import STORAGES, Storage
-from fp8jax.optim.storage.scaled import encode_scaled, scaled_zeros
+from fp8jax.optim.storage.base import encode_scaled, scaled_zeros
 from fp8jax.quantization import (
     ScaledArray,
     amax_of_floats,

@@ -1,11 +1,21 @@
-"""`Storage`, the interface of moments that are stored in more than one array and its scale."""
+"""`Storage`, the interface of moments that are stored in more than one array and its scale; and its parts.
+
+`scaled_zeros` and `encode_scaled` are for moments in a `ScaledArray`, on the scale blocks of the parameter.
+`exponents_of` and `per_entry` are for scales of groups: a power of two for each `GROUP` entries of an array's
+last axis, stored as a biased exponent in uint8.
+"""
 
 import abc
 import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+
+from fp8jax import formats
+from fp8jax.quantization import ScaledArray, cast, cast_stochastically, expand, format_of, is_scaled
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,3 +88,67 @@ class Storage(abc.ABC):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.asarray(self.dequantize(), dtype)
+
+
+# Moments as `ScaledArray`s #######################################################################
+
+
+def scaled_zeros(param: Any, format: formats.Format) -> ScaledArray:
+    """Zeros in a format, with the shape, scale blocks and sharding of a parameter."""
+    data = jnp.zeros_like(param.data if is_scaled(param) else param, format.dtype)
+    return ScaledArray(data, jnp.ones(param.scale.shape if is_scaled(param) else (), jnp.float32))
+
+
+def encode_scaled(x: jax.Array, stored: ScaledArray, scale: jax.Array, random: Any = None) -> ScaledArray:
+    """`x`, float32, in the format of `stored` on a new scale.
+
+    `random` are bits for stochastic rounding; None rounds to nearest.
+    """
+    codes, format = x * expand(1 / scale, x.shape), format_of(stored)
+    data = cast(codes, format) if random is None else cast_stochastically(codes, format, random)
+    return ScaledArray(data, scale)
+
+
+# Scales of groups #################################################################################
+
+GROUP = 128  # entries of a row that share a scale
+
+
+def first_exponents(like: jax.Array) -> jax.Array:
+    """Exponents of scales 1 for an array: uint8, an entry of the last axis for each 128 of the array's."""
+    return jnp.full(_grouped(jnp.zeros(like.shape, jnp.uint8)).shape[:-1], 127, jnp.uint8)
+
+
+def exponents_of(x: jax.Array) -> jax.Array:
+    """The exponents of the smallest scales that are not less than any entry of their group.
+
+    `x` is float32 and has no sign; inf and NaN give the largest exponent.
+    """
+    # The exponent of each entry, rounded up, because XLA computes nothing in the kernel of a reduction after
+    # it.
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    exponents = jnp.clip((bits + np.uint32((1 << 23) - 1)) >> np.uint32(23), 1, 253).astype(jnp.uint8)
+    return jnp.max(_grouped(exponents), axis=-1)
+
+
+def per_entry(exponents: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The exponent of each entry's group in an array of this shape, uint32."""
+    columns = shape[-1] if shape else 1
+    size = max(1, min(GROUP, columns))
+    # Indices, because XLA on a GPU starts a kernel for what it can compute before a broadcast.
+    groups = lax.iota(jnp.int32, columns) // size
+    return exponents.at[..., groups].get(mode="promise_in_bounds").reshape(shape).astype(jnp.uint32)
+
+
+def power_of_two(exponents: jax.Array) -> jax.Array:
+    """2 to the power of biased exponents, float32."""
+    return lax.bitcast_convert_type(exponents << np.uint32(23), jnp.float32)
+
+
+def _grouped(x: jax.Array) -> jax.Array:
+    """`x` with its last dimension in groups, shape=(..., groups, entries of a group); padded with zeros."""
+    x = x.reshape(x.shape or (1,))
+    columns = x.shape[-1]
+    size = max(1, min(GROUP, columns))
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -columns % size)]) if columns % size else x
+    return x.reshape(*x.shape[:-1], -(-columns // size), size)

@@ -9,8 +9,7 @@ import numpy as np
 from jax import lax
 
 from fp8jax.formats import E4M4
-from fp8jax.optim.storage.base import Storage
-from fp8jax.optim.storage.groups import GROUP, exponents_of, first_exponents, per_entry, power_of_two
+from fp8jax.optim.storage.base import GROUP, Storage, exponents_of, first_exponents, per_entry, power_of_two
 from fp8jax.quantization import is_scaled, stochastic_codes
 
 

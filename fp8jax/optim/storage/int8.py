@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fp8jax.optim.storage.base import Storage
-from fp8jax.optim.storage.groups import GROUP, exponents_of, first_exponents, per_entry, power_of_two
+from fp8jax.optim.storage.base import GROUP, Storage, exponents_of, first_exponents, per_entry, power_of_two
 from fp8jax.quantization import is_scaled
 
 _MAX = 127

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import formats
-from fp8jax.optim.storage.base import Storage
-from fp8jax.optim.storage.scaled import encode_scaled, scaled_zeros
+from fp8jax.optim.storage.base import Storage, encode_scaled, scaled_zeros
 from fp8jax.quantization import ScaledArray, value
 
 
