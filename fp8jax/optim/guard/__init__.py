@@ -3,6 +3,5 @@
 | file | holds |
 |---|---|
 | `lost_tags` | gradients that arithmetic changed before the optimizer |
-| `replace_update` | updates that replace scaled weights, and what finds that arithmetic changed them |
-| `spoilt_scales` | scales of weights that a step must not change, as NaNs from which they are restored |
+| `replace_update` | updates that replace scaled weights, their check, and spoilt scales of weights |
 """

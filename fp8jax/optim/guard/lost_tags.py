@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fp8jax.optim.guard.replace_update import ReplaceUpdate, refuse_replaced
-from fp8jax.optim.guard.spoilt_scales import is_spoilt, restored, spoilt
+from fp8jax.optim.guard.replace_update import ReplaceUpdate, is_spoilt, refuse_replaced, restored, spoilt
 from fp8jax.platforms import any_of, is_at_hand
 from fp8jax.quantization import ScaledArray, ScaledGradient, amax, is_scaled
 from fp8jax.variables import PARAMS, has_params

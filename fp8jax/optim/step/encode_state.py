@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fp8jax.optim.guard.replace_update import ReplaceUpdate
-from fp8jax.optim.guard.spoilt_scales import spoilt_scale
+from fp8jax.optim.guard.replace_update import ReplaceUpdate, spoilt_scale
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState
 from fp8jax.optim.step.codecs import decode, encode_plain, encode_weight, is_rounded, scaled_part
