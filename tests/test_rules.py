@@ -12,7 +12,7 @@ import fp8jax
 from fp8jax import Rule, train
 from fp8jax.checkpoints.tree import named
 from fp8jax.rewrite import names_of
-from fp8jax.rewrite.blocks import transformer_blocks
+from fp8jax.rewrite.patterns import transformer_blocks
 
 WIDTH, BLOCKS = 32, 4
 X = jnp.ones((32, WIDTH))

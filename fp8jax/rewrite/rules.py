@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fp8jax.recipe import DEFAULT_EXCLUDE, Recipe, parse_changes
-from fp8jax.rewrite.blocks import transformer_blocks
-from fp8jax.rewrite.patterns import Layer, layer_matches, matches, pattern_of
+from fp8jax.rewrite.patterns import Layer, layer_matches, matches, pattern_of, transformer_blocks
 
 # How the reasons begin of layers that rules and patterns leave in high precision, and of embeddings.
 BY_RULE, EXCLUDED, NOT_INCLUDED = "rule: ", "exclude=", "not in include="
