@@ -18,7 +18,7 @@ once. The blocks of a function without modules are the bodies of its scans.
 
 from fp8jax.rewrite.remat.calls import Calls as Calls
 from fp8jax.rewrite.remat.calls import NoBlocksError as NoBlocksError
+from fp8jax.rewrite.remat.passes import POLICIES as POLICIES
+from fp8jax.rewrite.remat.passes import Checkpointing as Checkpointing
+from fp8jax.rewrite.remat.passes import checkpointing as checkpointing
 from fp8jax.rewrite.remat.passes import with_checkpoints as with_checkpoints
-from fp8jax.rewrite.remat.setting import POLICIES as POLICIES
-from fp8jax.rewrite.remat.setting import Checkpointing as Checkpointing
-from fp8jax.rewrite.remat.setting import checkpointing as checkpointing
