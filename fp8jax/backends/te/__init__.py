@@ -26,7 +26,7 @@ TransformerEngine's modules sum the state of a layer that is used twice, so its 
 Limits: "auto" selects this backend for one device only, because TransformerEngine needs its `MeshResource`
 for several devices. Under `vmap` the GEMMs of a dot run one after another.
 
-The files: `gemm` (GEMMs), `modules` (recipes for TransformerEngine's modules), `state` (conversion of state).
+The files: `gemm` (GEMMs), `modules` (TransformerEngine's modules: their recipes and their scaling state).
 
 References:
     TransformerEngine 2.20.2, transformer_engine/jax: cpp_extensions/gemm.py, quantize/quantizer.py,
@@ -38,6 +38,6 @@ from fp8jax.backends.te.gemm import dot as dot
 from fp8jax.backends.te.gemm import supports as supports
 from fp8jax.backends.te.modules import autocast as autocast
 from fp8jax.backends.te.modules import dot_general_cls as dot_general_cls
+from fp8jax.backends.te.modules import from_te as from_te
 from fp8jax.backends.te.modules import recipe_of as recipe_of
-from fp8jax.backends.te.state import from_te as from_te
-from fp8jax.backends.te.state import to_te as to_te
+from fp8jax.backends.te.modules import to_te as to_te
