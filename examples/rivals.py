@@ -33,8 +33,7 @@ from fp8jax.inspect import program
 from fp8jax.train import blame_input, distributed
 from fp8jax.train.metrics import bytes_per_parameter
 from fp8jax.train.report.report import facts
-from fp8jax.train.run.run import spans
-from fp8jax.train.run.validation import validator
+from fp8jax.train.run.run import spans, validator
 from fp8jax.train.step.network import RunState
 from fp8jax.train.step.optimizers import decays, schedule_of
 

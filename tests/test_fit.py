@@ -26,8 +26,7 @@ from fp8jax.train import Diverged, TrainConfig, Trainer, checkpoint, fit
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run import checks
-from fp8jax.train.run.run import Run
-from fp8jax.train.run.validation import validator
+from fp8jax.train.run.run import Run, validator
 from fp8jax.train.run_folder import RunMetadata
 
 FEATURES, WIDTH, STEPS = 32, 64, 12

@@ -30,8 +30,7 @@ from fp8jax.train.errors import Diverged, blame_input
 from fp8jax.train.metrics import Curves
 from fp8jax.train.report import report
 from fp8jax.train.run import checks
-from fp8jax.train.run.run import Callback, Model, Run
-from fp8jax.train.run.validation import validator
+from fp8jax.train.run.run import Callback, Model, Run, validator
 from fp8jax.train.run_folder import RunMetadata
 from fp8jax.train.step.network import Loss, RunState
 from fp8jax.train.trainer import Trainer
