@@ -36,7 +36,7 @@ from fp8jax.train.data.device import DevicePrefetch, prefetch_to_device
 from fp8jax.train.data.loader import Loader
 from fp8jax.train.metrics import StepMetrics, scale_metrics
 from fp8jax.train.step.batch_size import BatchSize, budget_of_device, check_fits, largest_batch
-from fp8jax.train.step.checks import check_batch, shapes_of
+from fp8jax.train.step.inputs import check_batch, shapes_of
 from fp8jax.train.step.network import Loss, RunState, network_of
 from fp8jax.train.step.optimizers import optimizer_of
 from fp8jax.train.step.placement import place

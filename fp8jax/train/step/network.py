@@ -34,8 +34,7 @@ from fp8jax.inspect.numerics import Statistics, statistics
 from fp8jax.quantization import is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import Kernel
-from fp8jax.train.step.calls import Recording, shapes, streams
-from fp8jax.train.step.checks import checked
+from fp8jax.train.step.inputs import Recording, call_shapes, checked, streams
 from fp8jax.variables import OURS, PARAMS, SCALING
 
 Loss = Callable[[Any, PyTree], Float[Array, ""]]
@@ -215,7 +214,7 @@ class _Linen(_Network):
         variables: dict[str, Any] = {}
 
         def call(*args: Any, mutable: Any = False, rngs: Any = None, **kwargs: Any) -> Any:
-            calls.append(shapes((args, kwargs)))
+            calls.append(call_shapes((args, kwargs)))
             if variables:
                 try:
                     return model.apply(variables, *args, mutable=mutable, rngs=streams(key), **kwargs)

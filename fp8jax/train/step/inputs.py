@@ -1,4 +1,9 @@
-"""Checks of a step's batch, against the example that it was compiled for, and of the result of the loss."""
+"""Inputs of a step: its batch, the shapes of a model's calls in the loss, and their random streams.
+
+`check_batch` compares a batch with the example that the step was compiled for, and `checked` checks that the
+loss of a batch is a scalar. `Recording` records the shapes of a model's calls. `streams` are the random
+streams of one call of a Linen model.
+"""
 
 import functools
 import reprlib
@@ -7,9 +12,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import PRNGKeyArray, PyTree
 
 from fp8jax.gradients.keys import shown
+from fp8jax.variables import PARAMS
 
 
 def checked(loss: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -92,3 +98,35 @@ def _dtype(x: Any) -> Any:
             f"`batch`: expected arrays that NumPy reads; got a {type(x).__name__} of {x.dtype}, which says: "
             f"{error}. Give NumPy's arrays."
         ) from error
+
+
+def streams(key: PRNGKeyArray, number: int = 0) -> dict[str, PRNGKeyArray]:
+    """The random streams of call `number` of a step.
+
+    A stream that has no key here, such as a VAE's noise, is taken by Flax from `PARAMS`.
+    """
+    # Call 0 has the key itself, as in 0.1.0, so that its dropout masks are those of before.
+    dropout = jax.random.fold_in(key, 2 * number) if number else key
+    return {"dropout": dropout, PARAMS: jax.random.fold_in(key, 2 * number + 1)}
+
+
+class Recording:
+    """A module that records the shapes of its calls."""
+
+    def __init__(self, module: Any, calls: list[Any]) -> None:
+        self._module, self._calls = module, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's result."""
+        self._calls.append(call_shapes((args, kwargs)))
+        return self._module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def call_shapes(tree: PyTree) -> Any:
+    """Shapes and dtypes in the place of JAX arrays, in the arguments of a call."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array) else x, tree
+    )
