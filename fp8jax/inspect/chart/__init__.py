@@ -13,19 +13,18 @@ loop must have for the recipe: nothing, a state beside the parameters, or `fp8ja
 
 | file | provides |
 |---|---|
-| `rows` | `measure`, `declare`, `lacking`: the rows |
+| `rows` | `measure`, `declare`, `lacking`: the rows; `text`, `as_data`, `picture`: their output |
 | `readers` | the formats in a program, its arrays and a layer's jaxpr |
-| `output` | text, data and a picture |
 """
 
-from fp8jax.inspect.chart.output import as_data as as_data
-from fp8jax.inspect.chart.output import new_figure as new_figure
-from fp8jax.inspect.chart.output import picture as picture
-from fp8jax.inspect.chart.output import table as table
-from fp8jax.inspect.chart.output import text as text
 from fp8jax.inspect.chart.rows import COLUMNS as COLUMNS
 from fp8jax.inspect.chart.rows import Cell as Cell
 from fp8jax.inspect.chart.rows import ChartRow as ChartRow
+from fp8jax.inspect.chart.rows import as_data as as_data
 from fp8jax.inspect.chart.rows import declare as declare
 from fp8jax.inspect.chart.rows import lacking as lacking
 from fp8jax.inspect.chart.rows import measure as measure
+from fp8jax.inspect.chart.rows import new_figure as new_figure
+from fp8jax.inspect.chart.rows import picture as picture
+from fp8jax.inspect.chart.rows import table as table
+from fp8jax.inspect.chart.rows import text as text
