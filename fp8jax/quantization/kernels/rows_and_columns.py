@@ -20,11 +20,14 @@ from fp8jax.formats import E8M0
 from fp8jax.platforms import by_platform
 from fp8jax.quantization.array import ScaledArray
 from fp8jax.quantization.blocks import BlockMethod, factors, quantize_blocks
-from fp8jax.quantization.kernels.expression import COLUMNS, ENTRIES, ROWS, Computed
 from fp8jax.quantization.kernels.partition import split_by_devices
 from fp8jax.quantization.kernels.tiles import (
+    COLUMNS,
+    ENTRIES,
     PARAMS,
+    ROWS,
     TILE,
+    Computed,
     ComputedTile,
     bits_of,
     divide_of,

@@ -1,23 +1,27 @@
-"""Parts of the Pallas kernels that quantize a tile of a matrix as it is and transposed.
+"""Tiles of a matrix, which Pallas kernels quantize as they are and transposed, or compute by an expression.
 
 A kernel has the rows of a tile as a list of arrays, the first one with the first row of each block. So blocks
 of rows, which are blocks of the transpose, have scales and codes by operations of one array with another, and
 only packed codes are transposed. A transpose of the tile would pass through shared memory in many steps.
+
+    Computed(x, expression, inputs)      # the matrix x, which is expression.of(inputs) too
+
+An expression is elementwise: a gelu, a gated product, or the last operations of an RMS norm, of arrays that
+exist anyway. A kernel that computes the matrix does not read it, and XLA stores it only for other uses.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float32, Int32, UInt, UInt32
-
-from fp8jax.quantization.kernels.expression import COLUMNS, Expression
+from jaxtyping import Array, Float, Float32, Int32, UInt, UInt32
 
 try:
     from jax.experimental.pallas import triton
@@ -45,6 +49,62 @@ def rows_of(x: Any, size: int) -> list[Float32[Array, "blocks columns"]]:
     return [x[pl.ds(row, TILE // size, size), :].astype(jnp.float32) for row in range(size)]
 
 
+# Expressions ######################################################################################
+
+# How an input lies in the matrix: entry by entry, one number for each row, or one for each column.
+ENTRIES, ROWS, COLUMNS = "m k", "m r", "c k"
+
+# Operations in the dtype of their operands; others are in float32, and rounded to it.
+_IN_ANY_DTYPE = (lax.add_p, lax.sub_p, lax.mul_p, lax.neg_p, lax.integer_pow_p, lax.square_p)
+
+
+class Operation(NamedTuple):
+    """One elementwise operation."""
+
+    primitive: jex.Primitive  # `lax.convert_element_type_p` converts to `dtype`
+    params: tuple[tuple[str, Any], ...]
+    operands: tuple[int | float, ...]  # a float is a constant, an integer the number of a value
+    dtype: Any  # of the result
+
+    def of(self, operands: Sequence[Any], divide: Callable[..., Any]) -> Any:
+        """The result, of arrays that broadcast and of constants."""
+        if self.primitive is lax.convert_element_type_p:
+            return operands[0].astype(self.dtype)
+        shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in operands))
+        dtype = self.dtype if self.primitive in _IN_ANY_DTYPE else jnp.float32
+        operands = [jnp.broadcast_to(jnp.asarray(x, dtype), shape) for x in operands]
+        bind = divide if self.primitive is lax.div_p else self.primitive.bind
+        out = bind(*operands, **dict(self.params))
+        if self.primitive in (lax.max_p, lax.min_p):  # Triton's give the other operand for a NaN
+            x, y = operands
+            out = jnp.where((x == x) & (y == y), out, x + y)
+        return out.astype(self.dtype)
+
+
+class Expression(NamedTuple):
+    """A function of the entries of a matrix. Value n is input n, or the result of an earlier operation."""
+
+    inputs: tuple[str, ...]  # `ENTRIES`, `ROWS` or `COLUMNS` each
+    operations: tuple[Operation, ...]
+    result: int  # the number of a value
+
+    def of(self, inputs: Sequence[Any], divide: Callable[..., Any] = lax.div) -> Any:
+        """The value, of inputs that broadcast."""
+        values = [*inputs]
+        for operation in self.operations:
+            given = [values[x] if isinstance(x, int) else x for x in operation.operands]
+            values.append(operation.of(given, divide))
+        return values[self.result]
+
+
+class Computed(NamedTuple):
+    """A matrix, and how else it is computed."""
+
+    matrix: Float[Array, "m k"]
+    expression: Expression
+    inputs: tuple[Float[Array, "..."], ...]  # (m, k), (m, 1) or (1, k), as the expression says
+
+
 @dataclasses.dataclass(frozen=True)
 class ComputedTile:
     """A tile of a matrix that the kernel computes, read as the reference of a tile is."""
@@ -60,6 +120,9 @@ class ComputedTile:
         inputs = [x if place == COLUMNS else x[rows, :] for place, x in pairs]
         count = rows.size if isinstance(rows, pl.Slice) else TILE
         return jnp.broadcast_to(self.expression.of(inputs, self.divide), (count, TILE))
+
+
+# Codes ############################################################################################
 
 
 def bits_of(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
