@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from fp8jax.quantization import ScaledArray, is_scaled, on_data
-from fp8jax.scaling.row_groups import groups_of_rows, starts_of
+from fp8jax.scaling.base import groups_of_rows, starts_of
 
 # Rows per block: FP8 GEMMs need multiples of 16, and blocks of more than 2048 rows are not faster.
 _SMALLEST, _LARGEST = 16, 2048

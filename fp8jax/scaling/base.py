@@ -7,6 +7,9 @@ A dot has three operands, and each takes part in two of its three GEMMs:
 | 0, lhs (m, k) | fprop, along k | wgrad, along m |
 | 1, rhs (k, n) | fprop, along k | dgrad, along n |
 | 2, grad (m, n) | dgrad, along n | wgrad, along m |
+
+The lhs of a ragged dot has rows that are sorted by group, and group sizes of shape=(groups,). `starts_of`,
+`groups_of_rows` and `in_aligned_groups` find the rows of a group.
 """
 
 import abc
@@ -14,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fp8jax.formats import Format
@@ -200,3 +204,30 @@ class ScaleMethod(NamedTuple):
     init: Callable[[int], State]
     scale: Callable[[State, int, Float[Array, ""], float], Float[Array, ""]]
     update: Callable[[State, Float[Array, " n"], Float[Array, " n"]], State]
+
+
+# Rows sorted by group ############################################################################
+
+
+def starts_of(sizes: jax.Array) -> jax.Array:
+    """The first row of each group."""
+    return jnp.cumsum(sizes) - sizes
+
+
+def groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    """The group of each row, int32; the number of groups for rows past the last group's end."""
+    row = jnp.arange(rows, dtype=sizes.dtype)
+    return jnp.sum(jnp.cumsum(sizes)[:, None] <= row[None], axis=0, dtype=jnp.int32)
+
+
+def in_aligned_groups(rows: jax.Array, sizes: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """The rows with zeros after each group, up to a multiple of `size`; and the sizes of these groups."""
+    aligned = -(-sizes // size) * size
+    total = -(-(rows.shape[0] + sizes.shape[0] * (size - 1)) // size) * size
+    number = groups_of_rows(aligned, total)
+    group = jnp.minimum(number, sizes.shape[0] - 1)
+    within = jnp.arange(total, dtype=sizes.dtype) - starts_of(aligned)[group]
+    is_own = (number < sizes.shape[0]) & (within < sizes[group])
+    some = rows if rows.shape[0] else jnp.zeros((1, *rows.shape[1:]), rows.dtype)
+    taken = jnp.take(some, starts_of(sizes)[group] + within, axis=0, mode="clip")
+    return jnp.where(is_own[:, None], taken, jnp.zeros((), rows.dtype)), aligned

@@ -47,9 +47,9 @@ from fp8jax.scaling.base import (
     Scaling,
     State,
     Uses,
+    in_aligned_groups,
 )
 from fp8jax.scaling.frozen_kernel import operand_of_stored, stored_kernel
-from fp8jax.scaling.row_groups import in_aligned_groups
 
 # (recipe, operand, use) -> how an operand is quantized for its first GEMM (use 0) or its second one (1).
 MethodOf = Callable[[Recipe, int, int], BlockMethod]

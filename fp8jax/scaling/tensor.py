@@ -28,8 +28,8 @@ from fp8jax.scaling.base import (
     Scaling,
     State,
     Uses,
+    groups_of_rows,
 )
-from fp8jax.scaling.row_groups import groups_of_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,8 +22,8 @@ from fp8jax.quantization import value
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
 from fp8jax.scaling import GRAD, LHS, RHS
+from fp8jax.scaling.base import starts_of
 from fp8jax.scaling.merge import broadcast_under_vmap, from_cotangents, to_cotangents
-from fp8jax.scaling.row_groups import starts_of
 
 _MATRICES = contract("mk,kn")
 
