@@ -14,7 +14,7 @@ import fp8jax
 from fp8jax import Recipe, ScaledArray, quantize
 from fp8jax.comm import Zero
 from fp8jax.optim import convert, moments, muon, skipped
-from fp8jax.optim.step import orthogonal
+from fp8jax.optim.step import arithmetic
 from fp8jax.optim.storage import LinearInt8
 from fp8jax.quantization import as_gradients, is_scaled, value
 
@@ -69,8 +69,8 @@ def distance(params, wanted, start):
 @pytest.fixture
 def float32_iteration(monkeypatch):
     jax.clear_caches()
-    monkeypatch.setattr(orthogonal, "DTYPE", jnp.float32)
-    yield monkeypatch.setattr(orthogonal, "COEFFICIENTS", (3.4445, -4.775, 2.0315))
+    monkeypatch.setattr(arithmetic, "DTYPE", jnp.float32)
+    yield monkeypatch.setattr(arithmetic, "COEFFICIENTS", (3.4445, -4.775, 2.0315))
     jax.clear_caches()
 
 

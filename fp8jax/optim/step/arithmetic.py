@@ -1,12 +1,18 @@
-"""The arithmetic of Adam and Muon for one parameter, in float32."""
+"""The arithmetic of Adam and Muon for one parameter, in float32; Muon's orthogonalization is in bfloat16.
 
+Muon's direction is the momentum of a matrix, orthogonalized by optax's Newton-Schulz iteration.
+"""
+
+import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from optax import contrib
 
 from fp8jax.optim.step.codecs import decode, decode_weight
+from fp8jax.quantization import value
 
 
 class ParamState(NamedTuple):
@@ -18,7 +24,7 @@ class ParamState(NamedTuple):
     param: Any  # None without a learning rate
     master: Any  # None without a master weight
     remainder: Any = None  # what rounding took from the weight, or from the master weight; see `codecs`
-    direction: Any = None  # Muon's, see `orthogonal`; None for a parameter that Adam updates
+    direction: Any = None  # Muon's, see `directions`; None for a parameter that Adam updates
 
 
 class MuonScalars(NamedTuple):
@@ -121,6 +127,15 @@ def largest_update(scalars: AdamScalars, eps: Any) -> jax.Array | None:
     return largest if scalars.step_size is None else jnp.abs(scalars.step_size) * largest
 
 
+# Muon #############################################################################################
+
+DTYPE = jnp.bfloat16  # of the Newton-Schulz iteration, as in Muon's reference
+
+# Muon's (3.4445, -4.7750, 2.0315) as bfloat16 numbers with the same sum. The nearest bfloat16 numbers have
+# another sum, and with them directions were 4% shorter.
+COEFFICIENTS = 3.4375, -4.75, 2.015625
+
+
 def momentum(state: ParamState, scalars: MuonScalars) -> jax.Array:
     """The new first moment of a parameter that Muon updates, float32."""
     return scalars.share * decode(state.grad) + scalars.decay * decode(state.mu)
@@ -132,3 +147,39 @@ def _muon_step(state: ParamState, weight: Any, scalars: MuonScalars, decay: str)
         direction = direction + scalars.weight_decay * weight
     update = scalars.step_size * direction
     return AdamStep(momentum(state, scalars), None, update, weight + update)
+
+
+def directions(
+    states: list[ParamState], scalars: MuonScalars, matrices: tuple[Any, ...], rms: Any
+) -> list[Any]:
+    """The direction of each parameter that Muon updates, bfloat16; None for the others.
+
+    Args:
+        states: the parameters' states.
+        scalars: the step's scalars.
+        matrices: `MuonDimensionNumbers` of tuples for each parameter, None for those of Adam.
+        rms: the root mean square of a direction with all singular values 1; None for optax's default factor,
+            the root of fan-out / fan-in if that is more than 1.
+    """
+    pairs = zip(states, matrices, strict=True)
+    return [None if axes is None else _direction(state, scalars, axes, rms) for state, axes in pairs]
+
+
+def as_directions(states: list[ParamState], scalars: MuonScalars, matrices: tuple[Any, ...]) -> list[Any]:
+    """A result with the shapes of `directions` and the shardings of the gradients."""
+    del scalars
+    pairs = zip(states, matrices, strict=True)
+    return [None if axes is None else value(state.grad).astype(DTYPE) for state, axes in pairs]
+
+
+@functools.partial(jax.jit, static_argnums=2)  # so that equal tensors are traced once
+def _direction(state: ParamState, scalars: MuonScalars, axes: Any, rms: Any) -> jax.Array:
+    of_momentum, of_grad = scalars.nesterov
+    nesterov = of_momentum * momentum(state, scalars) + of_grad * decode(state.grad)
+    # With beta 0 optax's momentum is its input.
+    tx = contrib.scale_by_muon(COEFFICIENTS, beta=0.0, nesterov=False, weight_dimension_numbers=axes)
+    nesterov = nesterov.astype(DTYPE)
+    direction: Any = tx.update(nesterov, tx.init(nesterov))[0]
+    fan_in, fan_out = (math.prod(nesterov.shape[axis] for axis in each) for each in axes)
+    factor = math.sqrt(max(1, fan_out / fan_in)) if rms is None else math.sqrt(max(fan_in, fan_out)) * rms
+    return (direction * factor).astype(DTYPE)
