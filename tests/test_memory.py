@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import pathlib
 
 import flax.linen as nn
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import fp8jax
 from fp8jax.comm import Zero
 from fp8jax.inspect import memory, program, subject, targets
-from fp8jax.inspect.memory import cache, fp8_lm
+from fp8jax.inspect.memory import cache
 from fp8jax.inspect.step import training_step
 from fp8jax.optim.state import is_adam_state
 from fp8jax.quantization import is_scaled
@@ -359,8 +360,9 @@ def test_the_cache_is_the_users(monkeypatch, tmp_path):
 
 
 @pytest.mark.skipif(targets.why_not() is not None, reason=str(targets.why_not()))
-def test_papers_settings_are_parts_of_plans(tmp_path):
+def test_papers_settings_are_parts_of_plans(load_program, tmp_path):
     """A pipeline stage has its layers, and all micro-batches under way; tensors are divided."""
+    fp8_lm = load_program("examples/bench/fp8_lm.py")
     one = fp8_lm.on_one(fp8_lm.Setting("gpt-125m", 2, 3, 4, "bf16", 1, 0.0, 0.0), tmp_path)
     of, h100 = subject.subject("gpt-125m", layers=4, batch=3), targets.get("h100")
     target = dataclasses.replace(h100, memory=2 * h100.memory)
@@ -368,3 +370,14 @@ def test_papers_settings_are_parts_of_plans(tmp_path):
     assert len(list(tmp_path.iterdir())) == 1  # the same program
     assert (one.weights, one.moments) == (whole.weights // 2, whole.moments // 2)
     assert (one.temporaries, one.sent) == (whole.temporaries // 2, whole.sent // 2)
+
+
+def test_papers_figures_are_the_pages(load_program):
+    """The rows of docs/figures.md have the settings of the program, and the paper's memory and traffic."""
+    settings = load_program("examples/bench/fp8_lm.py").SETTINGS
+    page = (pathlib.Path(__file__).parent.parent / "docs/figures.md").read_text()
+    table = page.split("## Memory next to FP8-LM's")[1].split("---:|\n")[1].split("\n\n")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    assert [(*row[:2], *map(float, (row[2], row[3], row[7]))) for row in rows] == [
+        (of.model, of.recipe, of.batch, of.memory, of.traffic) for of in settings
+    ]

@@ -158,7 +158,6 @@ RAISING = """
         (["--model", "raising:now"], "'raising:now', which raised ZeroDivisionError: division by zero"),
         (["--model", "raising:model"], "--model raising:model: KeyError: 'rope'"),
         (["--model", "raising:now", "--layers", "3"], "--layers is of a gpt, and raising:now has its own"),
-        (["--paper", "--layers", "3", "--batch", "2"], "settings of its own; leave --layers, --batch out"),
         (["--recipe"], "fp8jax plan: argument --recipe: expected at least one argument; fp8jax plan --help"),
         (["stray"], "unrecognized arguments: stray"),
     ],
@@ -181,7 +180,7 @@ def command(*args, cwd=None):
 def test_the_help_says_every_default(command, capsys):
     assert runs.status_of([command, "--help"]) == 0
     _, *options = re.split(r"\n  (?=--)", capsys.readouterr().out)
-    switches = ("--compile", "--paper", "--json")
+    switches = ("--compile", "--json")
     without = [text.split()[0] for text in options if "default" not in text and not text.startswith(switches)]
     assert len(options) > 13 and without == []
     for name, size in models.GPTS["gpt-125m"].items():  # the default

@@ -73,18 +73,11 @@ def run_plan(args: argparse.Namespace) -> int:
     _silence_xla()
     configure(is_cpu=True, devices=1 if args.target else max(args.devices))
     from fp8jax.comm import Zero
-    from fp8jax.inspect import memory, subject, tables, targets
-    from fp8jax.inspect.memory import advice, cache, fp8_lm
+    from fp8jax.inspect import memory, subject, targets
+    from fp8jax.inspect.memory import advice, cache
     from fp8jax.rewrite import LoRA
 
     folder = cache.default_folder() if args.cache else None
-    if args.paper:
-        given = ("recipe", "zero", "devices", "target", "lora_rank", *OPTIONS)
-        _refuse(args, given, "--paper has settings of its own; leave {} out")
-        settings = {f"{each.model} {each.recipe} batch {each.batch}": each for each in fp8_lm.SETTINGS}
-        rows = [fp8_lm.row(setting, folder) for setting in _shown(settings)]
-        _print(args, rows, lambda: tables.records(rows))
-        return 0
     of, where = subject_of(args), args.target or "device"
     recipes = _recipes(args, of.model, ["bf16", "fp8"])
     lora = {} if args.lora_rank is None else {"lora": LoRA(rank=args.lora_rank)}

@@ -76,7 +76,6 @@ def _add_plan(parsers: Any) -> None:
     command.add_argument(
         "--lora-rank", type=integer, metavar="RANK", help="train adapters of this rank only (default none)"
     )
-    command.add_argument("--paper", action="store_true", help="FP8-LM's settings, next to its figures")
     command.add_argument(
         "--cache", action=argparse.BooleanOptionalAction, default=True, help="of finished rows (default yes)"
     )

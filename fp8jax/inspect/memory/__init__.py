@@ -5,7 +5,6 @@
 | `planner` | `plan`, `plan_step`, `plan_of`: bytes of a step on one device |
 | `fitting` | `fit`: the ZeRO stage and the batch that fit a GPU |
 | `cache` | figures of programs on disk |
-| `fp8_lm` | FP8-LM's table |
 | `advice` | dimensions that waste work |
 """
 

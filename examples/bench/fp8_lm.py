@@ -1,5 +1,9 @@
 """FP8-LM's table of memory and traffic, next to programs compiled for the same settings.
 
+    python examples/bench/fp8_lm.py
+
+It compiles for H100s that are not here. Finished rows stay in the folder of `fp8jax plan`'s.
+
 The paper trains with Megatron-LM: bfloat16 weights and float32 gradients on each GPU, moments and masters
 sharded (ZeRO stage 1), flash attention, no other remat. Programs here have float32 weights in `bf16` and
 `te`, rematerialize all but GEMM outputs, and hold one layer's attention scores in memory. They contain the
@@ -14,10 +18,13 @@ import dataclasses
 import pathlib
 from typing import Any, NamedTuple
 
-from fp8jax.inspect import targets
-from fp8jax.inspect.memory.planner import MemoryPlan, plan
+import jax
+
+from fp8jax.inspect import memory, targets
+from fp8jax.inspect.memory.cache import default_folder
 from fp8jax.inspect.models import GPTS
 from fp8jax.inspect.subject import subject
+from fp8jax.inspect.tables import records
 
 H100 = targets.get("h100")
 
@@ -72,7 +79,7 @@ def row(setting: Setting, cache: pathlib.Path | None = None) -> dict[str, Any]:
     }
 
 
-def on_one(setting: Setting, cache: pathlib.Path | None = None) -> MemoryPlan:
+def on_one(setting: Setting, cache: pathlib.Path | None = None) -> memory.MemoryPlan:
     """The plan for one GPU: the first stage of a pipeline, divided by the degree of tensor parallelism.
 
     The first stage holds the activations of as many micro-batches as the pipeline has stages; here they are
@@ -83,6 +90,11 @@ def on_one(setting: Setting, cache: pathlib.Path | None = None) -> MemoryPlan:
     # The program has whole tensors, so it gets a larger GPU: XLA rematerializes where memory is short.
     target = dataclasses.replace(H100, memory=H100.memory * setting.tensor)
     options: dict[str, Any] = {"devices": setting.data, "stage": 1, "target": target, "cache": cache}
-    planned = plan(of.model, setting.recipe, *of.inputs, loss=of.loss, **options)
+    planned = memory.plan(of.model, setting.recipe, *of.inputs, loss=of.loss, **options)
     parts = ("weights", "moments", "master", "temporaries", "sent")
     return planned._replace(**{name: getattr(planned, name) // setting.tensor for name in parts})
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    print(records([row(setting, default_folder()) for setting in SETTINGS]))
