@@ -8,7 +8,6 @@ import pytest
 
 import fp8jax
 from fp8jax.optim import (
-    adafactor,
     adam,
     adamw,
     adamw_8bit,
@@ -41,7 +40,6 @@ def test_hyperparameters(make, name, given):
 def test_hyperparameters_of_other_optimizers():
     for make, name in (
         (lambda: scale_by_adam(b1=1.0), "b1"),
-        (lambda: adafactor(NAN), "learning_rate"),
         (lambda: with_dequantized(optax.sgd(1.0), seed=-1), "seed"),
         (lambda: clip_by_global_norm(-1), "max_norm"),
         (lambda: clip_by_global_norm(NAN), "max_norm"),
@@ -57,7 +55,6 @@ def test_legal_edges():
     adamw(0, "te", 0, 0.0, 0, 0, seed=2**32 - 1)
     adamw(np.float32(1e-3), b1=jnp.array(0.9), seed=np.uint32(7))
     adamw(optax.linear_schedule(1e-3, 0.0, 10))
-    adafactor()
     clip_by_global_norm(INF)
     clip_by_global_norm(0)
     injected = optax.inject_hyperparams(lambda learning_rate, b1: adamw(learning_rate, "te", b1))(

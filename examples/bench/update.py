@@ -36,7 +36,7 @@ OPTIMIZERS = {
     OPTAX: lambda: optax.adamw(3e-4),
     "optax.contrib.muon": lambda: optax.contrib.muon(3e-4),
     "adamw_8bit": lambda: fp8jax.optim.adamw_8bit(3e-4, "fp32"),
-    "adafactor": lambda: fp8jax.optim.adafactor(3e-4, "fp32"),
+    "adafactor": lambda: fp8jax.optim.with_dequantized(optax.adafactor(3e-4), "fp32"),
 }
 WAYS = [*OPTIMIZERS, "te", "O1", "O2", "O3", "fp8", "fp8,moments=E5M2+E4M4", MUON + "te", MUON + "fp8"]
 

@@ -13,7 +13,6 @@ from fp8jax.optim.adam import adam as adam
 from fp8jax.optim.adam import adamw as adamw
 from fp8jax.optim.adam import adamw_8bit as adamw_8bit
 from fp8jax.optim.adam import scale_by_adam as scale_by_adam
-from fp8jax.optim.dequantized import adafactor as adafactor
 from fp8jax.optim.dequantized import with_dequantized as with_dequantized
 from fp8jax.optim.guard.lost_tags import restore_weights as restore_weights
 from fp8jax.optim.muon import muon as muon

@@ -174,16 +174,6 @@ def _is_storage(node: Any) -> bool:
     return isinstance(node, Storage)
 
 
-def refuse_masters(recipe: Recipe | str) -> None:
-    """Raises ValueError for a recipe with master weights, which adafactor does not support."""
-    row = Recipe.parse(recipe)
-    if row.master_weight != "-":
-        raise ValueError(
-            f"`recipe`: expected one without master weights; got {row}, whose weights are too coarse for "
-            "adafactor's steps. Use adamw or adamw_8bit, which keep masters, or a level like fp8."
-        )
-
-
 def warn_of_rounding(recipe: Recipe | None, params: Any, rate: Any, b1: Any, b2: Any) -> None:
     """Warns of what rounding to nearest loses with these hyperparameters; those that are no numbers pass.
 

@@ -1,7 +1,7 @@
 """Any optax optimizer for models with quantized weights and gradients.
 
     tx = fp8jax.optim.with_dequantized(optax.lion(1e-4))
-    tx = fp8jax.optim.adafactor(1e-3)
+    tx = fp8jax.optim.with_dequantized(optax.adafactor(1e-3), "fp8")
 
 The optax optimizer gets dequantized float32 arrays. The new value of a quantized weight is rounded to the
 weight's format, as the recipe's `rounding` says. The optimizer's state is not quantized.
@@ -14,17 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fp8jax.comm import Zero
 from fp8jax.optim.checks import (
     check_params,
-    check_rate,
     check_seed,
     check_state,
     check_weights,
     recipe_of,
     refuse_8_bits,
-    refuse_masters,
-    refuse_zero,
 )
 from fp8jax.optim.guard.lost_tags import check_finite_scales, check_tags, spoilt_updates
 from fp8jax.optim.guard.replace_update import ReplaceUpdate
@@ -33,7 +29,7 @@ from fp8jax.optim.state import DequantizedState
 from fp8jax.optim.state.convert import check_roundings
 from fp8jax.optim.state.stored_formats import first_roundings
 from fp8jax.optim.step.codecs import decode_weight, encode_plain, encode_weight, is_rounded, select
-from fp8jax.optim.transforms import plain_mask, takes_variables
+from fp8jax.optim.transforms import takes_variables
 from fp8jax.platforms import any_of, with_auto_axes
 from fp8jax.quantization import (
     amax,
@@ -47,47 +43,6 @@ from fp8jax.quantization import (
     with_float32_scales,
 )
 from fp8jax.recipe import Recipe
-
-
-def adafactor(
-    learning_rate: Any = None,
-    recipe: Recipe | str | None = None,
-    *,
-    zero: Zero | None = None,
-    weight_decay_mask: Any = None,
-    seed: Any = 0,
-    **options: Any,
-) -> optax.GradientTransformationExtraArgs:
-    """`optax.adafactor` for quantized weights and gradients.
-
-    The second moment is factored into row and column statistics if the two largest axes have
-    `min_dim_size_to_factor` (128) entries or more. There is no first moment.
-
-    Args:
-        learning_rate: number or schedule; None scales steps by each weight's root mean square only.
-        recipe: the model's recipe, without master weights; see `with_dequantized`.
-        zero: None; a shard's rows and columns are not the tensor's.
-        weight_decay_mask: as `mask` in `adam`.
-        seed: of the random bits, as in `adam`.
-        options: options of `optax.adafactor`.
-
-    Returns:
-        An optimizer as from `with_dequantized`.
-
-    Raises:
-        TypeError: `learning_rate` is a recipe.
-        ValueError: the recipe has master weights, or `zero` is given; from `init`, 8-bit weights, or weights
-            in another format than the recipe's.
-
-    References:
-        Adafactor, arXiv 1804.04235.
-    """
-    check_rate(learning_rate)
-    if recipe is not None:
-        refuse_masters(recipe)
-    refuse_zero(zero, "adafactor", "rows and columns of a tensor's parts are not the tensor's")
-    options["weight_decay_mask"] = plain_mask(weight_decay_mask)
-    return with_dequantized(optax.adafactor(learning_rate, **options), recipe, seed=seed)
 
 
 def with_dequantized(
