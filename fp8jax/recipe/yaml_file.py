@@ -43,7 +43,8 @@ def _problem(text: str) -> str:
     import yaml
 
     kinds = {yaml.MappingStartEvent: (True, False), yaml.SequenceStartEvent: (False,)}
-    blocks = [(set(), itertools.repeat(False))]  # keys of each open block, and whether the next node is one
+    # The keys of each open block, and whether its next node is a key.
+    blocks = [(set[str](), itertools.cycle((False,)))]
     try:
         for event in yaml.parse(text, yaml.SafeLoader):
             line = event.start_mark.line + 1
