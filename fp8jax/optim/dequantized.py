@@ -150,34 +150,24 @@ def _written(
 ) -> tuple[Any, Any]:
     """The update of one parameter and its new remainder; no change unless `ok`."""
     rounding = (row or Recipe.FP8).rounding[1]
-    if is_rounded(leaf, rounding):
-        plain = functools.partial(_rounded_plain, rounding=rounding)
-        like = lambda leaf, remainder, seed, weight: (weight, remainder)  # noqa: E731
-        update, new = with_auto_axes(plain, like, leaf, remainder, seed, weight)
-        return jnp.where(ok, update, 0), None if new is None else select(ok, new, remainder)
-    if not is_scaled(leaf):
+    is_plain, scale = not is_scaled(leaf), None
+    if is_plain and not is_rounded(leaf, rounding):
         return jnp.where(ok, update, 0), None
-    limit = format_of(leaf).max
-    scale = scale_of(amax(weight, leaf.scale.shape), limit, power_of_two=True)
-    scale = jnp.minimum(scale, largest_scale(limit, power_of_two=True))
+    if not is_plain:
+        limit = format_of(leaf).max
+        scale = scale_of(amax(weight, leaf.scale.shape), limit, power_of_two=True)
+        scale = jnp.minimum(scale, largest_scale(limit, power_of_two=True))
     rounded = functools.partial(_rounded, rounding=rounding)
-    like = lambda leaf, remainder, *others: (leaf, remainder)  # noqa: E731
-    new = with_auto_axes(rounded, like, leaf, remainder, seed, weight, scale)
-    chosen, remainder = (select(ok, *pair) for pair in zip(new, (leaf, remainder), strict=True))
-    return ReplaceUpdate.by(chosen), remainder
+    like = lambda leaf, remainder, seed, weight, scale: (weight if is_plain else leaf, remainder)  # noqa: E731
+    new, new_remainder = with_auto_axes(rounded, like, leaf, remainder, seed, weight, scale)
+    new = jnp.where(ok, new, 0) if is_plain else ReplaceUpdate.by(select(ok, new, leaf))
+    return new, select(ok, new_remainder, remainder)
 
 
 def _rounded(
-    leaf: Any, remainder: Any, seed: Any, weight: jax.Array, scale: jax.Array, rounding: str
+    leaf: Any, remainder: Any, seed: Any, weight: jax.Array, scale: Any, rounding: str
 ) -> tuple[Any, Any]:
-    bits = None if seed is None else _bits_of(seed, weight)
+    bits: Any = None if seed is None else other_bits(random_bits(seed, weight.shape))[0]
+    if scale is None:
+        return encode_plain(weight, leaf, rounding=rounding, random=bits)
     return encode_weight(weight, leaf, scale, remainder, rounding=rounding, random=bits)
-
-
-def _bits_of(seed: jax.Array, weight: jax.Array) -> jax.Array:
-    return other_bits(random_bits(seed, weight.shape))[0]
-
-
-def _rounded_plain(leaf: Any, remainder: Any, seed: Any, weight: jax.Array, rounding: str) -> Any:
-    del remainder
-    return encode_plain(weight, leaf, rounding=rounding, random=_bits_of(seed, weight))
