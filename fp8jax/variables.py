@@ -9,8 +9,10 @@ Flax's TrainState, TransformerEngine and MaxText know the name of the second col
 new value.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import jax
 
 PARAMS = "params"
 SCALING = "_overwrite_with_gradient"
@@ -33,3 +35,9 @@ def has_params(variables: Any) -> bool:
 def params_of(variables: Any) -> Any:
     """The parameters among collections, or the tree itself."""
     return params_of(variables[PARAMS]) if has_params(variables) else variables
+
+
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """The leaves of a tree with their paths as text, as "fc/kernel"."""
+    found = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]

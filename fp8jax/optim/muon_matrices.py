@@ -11,6 +11,7 @@ import optax
 from fp8jax.optim.step import MuonScalars, nesterov_shares
 from fp8jax.optim.transforms import plain_mask
 from fp8jax.quantization import is_scaled
+from fp8jax.variables import named_leaves
 
 Axes = optax.contrib.MuonDimensionNumbers
 _VECTORS = ("bias", "scale")  # names of vectors in Flax, stacked or not
@@ -47,7 +48,7 @@ def matrices_of(muon: Muon | None, treedef: Any, params: Any) -> tuple[Axes | No
     if muon is None:
         return (None,) * treedef.num_leaves
     if muon.dimension_numbers is None:
-        return tuple(_default(path, leaf) for path, leaf in _paths(params))
+        return tuple(_default(path, leaf) for path, leaf in named_leaves(params, is_scaled))
     leaves = treedef.flatten_up_to(params)
     given = plain_mask(muon.dimension_numbers)
     given = given(params) if callable(given) else given
@@ -75,12 +76,6 @@ def spread(tree: Any, treedef: Any, params: Any, is_leaf: Any = None) -> list[An
     return treedef.flatten_up_to(each)
 
 
-def _paths(params: Any) -> list[tuple[str, Any]]:
-    """The parameters by path."""
-    pairs = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_scaled)
-    return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in pairs]
-
-
 def _default(path: str, leaf: Any) -> Axes | None:
     """Both axes of an array of two dimensions that is no stack of biases or scales. The last two of a
     `ScaledArray` with a scale for each index of the others, as a stack of scanned layers or of experts has
@@ -102,7 +97,7 @@ def warn_of_stacks(muon: Muon | None, params: Any) -> None:
         return
     stacks = [
         path
-        for path, leaf in _paths(params)
+        for path, leaf in named_leaves(params, is_scaled)
         if leaf.ndim > 2 and _name(path) == "kernel" and _default(path, leaf) is None
     ]
     if stacks:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from fp8jax.formats import ALL, BF16
 from fp8jax.quantization.array import ScaledArray, is_scaled
+from fp8jax.variables import named_leaves
 
 # The dtypes of the codes of stored parameters.
 _CODES = tuple(format.dtype for format in ALL if format.bits <= 16 and format != BF16)
@@ -14,10 +13,8 @@ _CODES = tuple(format.dtype for format in ALL if format.bits <= 16 and format !=
 
 def refuse_dicts(tree: Any) -> None:
     """Raises TypeError if a tree has the codes and scale of a `ScaledArray` as a dict."""
-    found, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: is_scaled(x) or _is_dict_of_parts(x))
-    for path, node in found:
+    for name, node in named_leaves(tree, lambda x: is_scaled(x) or _is_dict_of_parts(x)):
         if _is_dict_of_parts(node):
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
             raise TypeError(
                 f"expected a `ScaledArray` at {name!r}; got its codes and scale as a dict, as a checkpoint "
                 "gives them without a target. Put them together: "

@@ -32,7 +32,7 @@ from fp8jax.scaling.merge import is_state
 from fp8jax.train import distributed
 from fp8jax.train.errors import unwritten
 from fp8jax.train.run_folder import write
-from fp8jax.variables import PARAMS, SCALING
+from fp8jax.variables import PARAMS, SCALING, named_leaves
 
 MOST_ROWS = 1000  # of the scales in a `Curves`; a picture of them has hardly more columns
 OPERANDS = ("input", "weight", "output gradient")  # the order in a dot's scaling state
@@ -142,12 +142,8 @@ def only_clipped(names: Sequence[ScaledTensor], saturation: Any) -> dict[ScaledT
 
 def _delayed_states(variables: PyTree) -> list[tuple[str, Mapping[str, Any]]]:
     """(layer, state) of every dot with delayed scales, in the order of their paths."""
-    found = jax.tree.leaves_with_path(variables.get(SCALING, {}), is_leaf=is_state)
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/kernel"), state)
-        for path, state in found
-        if is_state(state)
-    ]
+    found = named_leaves(variables.get(SCALING, {}), is_state)
+    return [(path.removesuffix("/kernel"), state) for path, state in found if is_state(state)]
 
 
 class Bytes(NamedTuple):

@@ -26,7 +26,7 @@ from fp8jax.adapters.linen.boxes import with_plain_boxes, with_scaled_boxes, wit
 from fp8jax.quantization import is_scaled, quantize_like
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, Kernel, Report, Settings, StaticTree, check_like
-from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING
+from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING, named_leaves
 
 
 def is_module(model: Any) -> bool:
@@ -275,9 +275,7 @@ def collection(argument: str, variables: Any, name: str = PARAMS) -> Any:
 
 def leaves_of(argument: str, variables: Any, name: str = PARAMS) -> dict[str, Any]:
     """The parameters in a collection of an argument by path, without boxes of axis names."""
-    params = nn.unbox(collection(argument, variables, name))
-    leaves, _ = jax.tree.flatten_with_path(params, is_leaf=is_scaled)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+    return dict(named_leaves(nn.unbox(collection(argument, variables, name)), is_scaled))
 
 
 def check_same(argument: str, params: Mapping[str, Any], like: Mapping[str, Any], whose: str) -> None:

@@ -22,6 +22,7 @@ from fp8jax.rewrite.interpreter.evaluate import last_uses
 from fp8jax.rewrite.interpreter.find import CALLS, REMATS, inner_jaxpr, scan_parts
 from fp8jax.rewrite.interpreter.param_view import bind
 from fp8jax.rewrite.report import layer_of
+from fp8jax.variables import named_leaves
 
 
 class _Found(Exception):
@@ -36,11 +37,11 @@ def bad_arrays(tree: PyTree, is_good: Callable[[Array], Bool[Array, "..."]] = jn
         is_good: by default infinite numbers and NaN are not. A call with the same function compiles nothing.
     """
     found = []
-    for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_scaled):
+    for path, leaf in named_leaves(tree, is_scaled):
         parts = (leaf.data, leaf.scale) if is_scaled(leaf) else (leaf,)
         # One at a time: on a CPU of several devices, programs with collectives must not overlap.
         if not all(bool(_all_good(_on_device(x), is_good)) for x in parts if _is_float(x)):
-            found.append(jax.tree_util.keystr(path, simple=True, separator="/"))
+            found.append(path)
     return found
 
 
