@@ -371,6 +371,15 @@ def test_a_run_that_trains_nothing_ends_with_an_error(alone, tmp_path, source, m
     assert json.loads((tmp_path / "run/result.json").read_text())["diverged"] == str(caught.value)
 
 
+def test_a_run_with_a_twin_that_trains_nothing_has_its_report(trainer, tmp_path):
+    """The twin does the steps after which the run ends, too: a report compares curves of equal length."""
+    run = at(trainer, tmp_path / "run", max_skipped_steps=2, save_steps=100)
+    with pytest.raises(Diverged, match="the last 2 steps were all skipped"):
+        fit(run, WITH_NAN, twin=of_twin(recipe="bf16"))
+    models = json.loads((tmp_path / "run/result.json").read_text())["models"].values()
+    assert len({len(model["training_losses"]) for model in models}) == 1 and len(models) == 2
+
+
 @of_nnx
 def test_a_state_that_is_not_finite_is_not_saved(alone, tmp_path, caplog):
     """One batch with a NaN leaves the statistics of a BatchNorm NaN for good, though the step is skipped."""

@@ -167,6 +167,12 @@ def test_pictures_leave_the_backend_of_matplotlib(monkeypatch, tmp_path):
     assert matplotlib.get_backend() == "svg"
 
 
+@pytest.mark.parametrize("steps", [0, 7])
+def test_curves_of_unequal_length(steps):
+    curves = {"O2": runs.make_curves(), "bf16": metrics.Curves(loss=[1.0] * steps)}
+    assert figures.losses(curves).startswith(b"\x89PNG")
+
+
 def test_clipped_casts_are_counted(tmp_path):
     outcome = make_outcome()
     values = np.full_like(outcome.curves.saturations, 1.05)  # rounded to the largest number

@@ -56,9 +56,9 @@ def _draw_losses(panel: Any, name: str, curves: Curves, colour: str, is_below: b
 
 
 def _draw_difference(panel: Any, curves: Mapping[str, Curves]) -> None:
-    """The first model's training loss minus the second's, step by step."""
-    first, second = (np.array(of_one.loss) for of_one in curves.values())
-    difference = _smooth(first - second)
+    """The first model's training loss minus the second's, at the steps that both did."""
+    pairs = zip(*(of_one.loss for of_one in curves.values()), strict=False)
+    difference = _smooth(np.array([first - second for first, second in pairs]))
     panel.axhline(0, color=GREY, linewidth=0.8)
     panel.plot(np.arange(1, len(difference) + 1), difference, color=COLOURS[0], linewidth=1.2)
     panel.set_ylabel("{} - {}\n(same batches)".format(*curves))
@@ -161,6 +161,8 @@ def _png(figure: Any) -> bytes:
 
 def _smooth(values: np.ndarray) -> np.ndarray:
     """The running mean of the finite values over a fiftieth of the curve; NaN where there are none."""
+    if not len(values):  # which `np.convolve` refuses
+        return values
     half, is_finite = max(1, len(values) // 100), np.isfinite(values)
     window = np.ones(2 * half + 1)
     sums, counts = (

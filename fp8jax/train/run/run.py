@@ -170,9 +170,10 @@ class Run:
                         writer.write(end, model.name, line)
                     if writer and self.callback:
                         self.callback(end, model.name, line)
+                progress.show()
+                for model in self.models:  # after all have advanced: a report compares their curves
                     recipe = model.trainer.config.precision
                     checks.check_trained(recipe, model.curves, most, self.examples, model.bad_layer)
-                progress.show()
                 if end % config.save_steps == 0 or end == last:
                     self.save()
         return 0
