@@ -230,6 +230,11 @@ rows = [{"x": row[:32], "y": row[32:]} for row in numbers]
 trainer = train.Trainer(Net(), loss, config, {name: x[None] for name, x in rows[0].items()})
 train.fit(trainer, rows[32:], validation=rows[:32], validation_loss=loss)
 """
+# Each process has another seed, and every second row.
+APART = "import dataclasses\n" + FITTING.replace(
+    ", config, {", ", dataclasses.replace(config, seed=config.process), {"
+)
+APART = APART.replace("rows[32:],", "rows[32 + config.process :: 2],")
 # `save` in all processes, of the same variables whole and sharded.
 SAVING = """
 import os, sys
@@ -408,6 +413,17 @@ def test_two_processes_fit_a_trainer_as_one_does(start):
     for ours, theirs in zip(losses(start.folder / "fit-2"), losses(start.folder / "fit-1"), strict=True):
         # Batches differ by a tenth; sums over two devices by roundings that move a code here and there.
         np.testing.assert_allclose(ours, theirs, rtol=EARLY)
+
+
+@pytest.mark.long
+def test_processes_with_other_settings_or_data_are_refused(start):
+    flags = ["--per-device-train-batch-size", "4", "--output-dir", "apart", "--max-steps", "2"]
+    group = start(2, *flags, code=APART)
+    assert [group.end(i) for i in range(2)] == [1, 1], group.printed(0)
+    for i, got in enumerate(("others in another process", "other seed, data than process 0")):
+        says = "BadInput: expected the same settings and data in all processes, "
+        assert says in group.printed(i) and f"; process {i} got {got}; give all" in group.printed(i)
+    assert not (start.folder / "apart").exists()
 
 
 def test_one_of_two_processes_saves_a_folder(start):

@@ -91,9 +91,9 @@ def fit(
     Raises:
         BadInput: a ValueError: the folder holds another run, or a run and `resume` is not set, or none and it
             is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; the twin has the
-            trainer's recipe, or other batches or devices; one of `validation` and `validation_loss` is
-            missing, or both are and `final_validation` is given; JSON cannot hold `about`; or the extra
-            `train` is not installed.
+            trainer's recipe, or other batches or devices; a process has other settings or data than process
+            0; one of `validation` and `validation_loss` is missing, or both are and `final_validation` is
+            given; JSON cannot hold `about`; or the extra `train` is not installed.
         Diverged: a `BadInput`: the last `max_skipped_steps` steps, or all, were skipped, because gradients
             were not finite; or the state has such numbers when it is to be saved. It is then not saved, and
             the report is written.
@@ -121,6 +121,7 @@ def fit(
             models = [Model(one, validator(one, held_out, transform, validation_loss)) for one in trainers]
             sources = source, validation, final_validation
             now = RunMetadata(settings, checks.fingerprint(sources, transform, found.data))
+            checks.check_processes(now)
             run_folder.check_same(folder, found, now, fixed_options(type(options)))
             checks.check_batches(trainer, folder, found)
             batches = trainer.loader(source, transform, shuffle=shuffle)

@@ -13,6 +13,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, PyTree
 
 from fp8jax.recipe import Recipe
+from fp8jax.train import distributed
 from fp8jax.train.config import TrainConfig, fixed_options, saved_options
 from fp8jax.train.data.loader import Examples, Source
 from fp8jax.train.errors import Diverged
@@ -173,6 +174,19 @@ def fingerprint(
         for source, before in pairs
     ]
     return "; ".join(found)
+
+
+def check_processes(now: RunMetadata) -> None:
+    """Raises ValueError in all processes if one has other settings or data than process 0."""
+    first = RunMetadata(*distributed.decide(lambda: now))
+    if distributed.any_of(first.digest != now.digest):
+        before, given = ({**each.settings, "data": each.data} for each in (first, now))
+        others = [name for name in {**before, **given} if before.get(name) != given.get(name)]
+        got = f"other {', '.join(others)} than process 0" if others else "others in another process"
+        raise ValueError(
+            "expected the same settings and data in all processes, each of which reads its rows of every "
+            f"batch; process {jax.process_index()} got {got}; give all processes the same"
+        )
 
 
 def check_batches(trainer: Trainer, folder: pathlib.Path, found: RunMetadata) -> None:
