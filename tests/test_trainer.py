@@ -237,6 +237,10 @@ def test_refused_options(settings, says):
         ({"bf16": True, "gradient_checkpointing": "fp8"}, "fp8 saves FP8 operands, and gemm=BF16 has none"),
         ({"checkpoint_blocks": "Block"}, "`checkpoint_blocks`: expected with `gradient_checkpointing`"),
         ({"per_device_train_batch_size": "auto", "target": "h900"}, "`target`: expected one of h100, h200"),
+        (
+            {"distributed": True},
+            r"--distributed: .*; call `fp8jax.train.distributed.initialize\(config\)` first",
+        ),
     ],
 )
 def test_options_that_a_trainer_refuses(settings, says):

@@ -117,12 +117,17 @@ def is_first() -> bool:
     return distributed.global_state.process_id == 0
 
 
-def devices(count: int) -> list[Any]:
+def devices(count: int, is_distributed: bool = False) -> list[Any]:
     """The devices of all processes; in a single process the first `count`, or all for 0.
 
     Raises:
-        ValueError: there are fewer, or JAX finds none.
+        ValueError: there are fewer, or JAX finds none; or `is_distributed`, and this process is alone.
     """
+    if is_distributed and not jax.distributed.is_initialized():
+        raise ValueError(
+            "--distributed: expected connected processes, got this one alone; call "
+            "`fp8jax.train.distributed.initialize(config)` first in the program, or leave --distributed out"
+        )
     try:
         found = jax.devices()
     except RuntimeError as error:

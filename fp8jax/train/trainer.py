@@ -69,7 +69,8 @@ class Trainer:
 
         Raises:
             TypeError: the model is no Flax module, or a part of `example` is no array.
-            ValueError: the options contradict each other, or one row does not fit into the memory.
+            ValueError: the options contradict each other, one row does not fit into the memory, or the option
+                `distributed` is set and the processes are not connected.
         """
         if config.compile_cache:
             jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.compile_cache))
@@ -84,7 +85,7 @@ class Trainer:
             checkpoint_blocks=config.checkpoint_blocks.split() or None,
         )
         self._row = jax.tree.map(lambda x: x.update(shape=x.shape[1:]), shapes_of(example))
-        self.placement = place(distributed.devices(config.devices))
+        self.placement = place(distributed.devices(config.devices, config.distributed))
         zero = self.placement.zero(config)
         # Adapters have no master weights.
         self._has_masters = config.precision.master_weight != "-" and not config.lora_rank
