@@ -194,6 +194,22 @@ def test_a_row_of_another_shape(row, says, batch):
         list(Loader(source, batch=batch, seed=0, epochs=1))
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_row_that_raises_stop_iteration(prefetch):
+    """An iterator would take it for its end, and go on after the batch."""
+
+    def transform(example):
+        return next(iter([] if example == 7 else [example]))
+
+    loader = Loader(range(12), batch=4, seed=0, shuffle=False, transform=transform, prefetch=prefetch)
+    batches = prefetch_to_device(loader, size=0)
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="`source`: reading row 7 raised StopIteration"):
+            next(batches)
+    assert batches.state()["taken"] == 1
+
+
 @pytest.mark.parametrize("count", [1, 2, 16, 1000])
 def test_a_fingerprint(count):
     """Other examples between the first and the last change it. Runs of 0.1.0 have one of these two."""

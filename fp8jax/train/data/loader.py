@@ -54,7 +54,7 @@ class Loader(Iterator[Any]):
 
     Args:
         source: examples by number, all of the same shapes and dtypes; reading raises `BadInput` for one of
-            another shape than example 0.
+            another shape than example 0, and RuntimeError where the source raises StopIteration.
         batch: examples in a batch, over all processes.
         seed: of the order, any whole number >= 0.
         workers: processes that read. 0 reads in a thread of this process.
@@ -219,8 +219,14 @@ class Examples:
         return example
 
     def _arrays(self, index: int) -> Any:
-        example = self._source[index]
-        return _as_arrays(example if self._transform is None else self._transform(example))
+        try:
+            example = self._source[index]
+            return _as_arrays(example if self._transform is None else self._transform(example))
+        except StopIteration as error:  # an iterator over batches would end by it
+            raise RuntimeError(
+                f"`source`: reading row {index} raised StopIteration; expected a row. Give the source the "
+                "length of the rows that it has, or mend `transform`."
+            ) from error
 
     def fingerprint(self, like: str = "") -> str:
         """A hash of the source's `fingerprint` or length, and of examples from the first to the last one.
