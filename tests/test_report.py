@@ -238,6 +238,11 @@ def test_report_of_skipped_steps(tmp_path):
     assert figures.losses({"O2": skipping.curves}) != before
 
 
+def test_a_command_line_that_is_not_utf_8(tmp_path):
+    about = {**ABOUT, "command": "python train.py run-\udcff"}
+    assert r"run-\udcff" in report.write(tmp_path, about, {"te": make_outcome(tensors=[])}).read_text()
+
+
 def test_without_validation_the_end_of_training_is_told(tmp_path):
     outcome = make_outcome()._replace(unit="rows")
     outcome.curves.validation.clear()

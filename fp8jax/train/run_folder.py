@@ -302,14 +302,18 @@ def remove_statistics(folder: pathlib.Path, step: int) -> None:
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
-    """Replaces a file at once: whenever the process dies, the file is the old one or the new one.
+    r"""Replaces a file at once: whenever the process dies, the file is the old one or the new one.
+
+    Bytes of a command line that are not UTF-8, surrogates in Python, are written as \udcff.
 
     Raises:
         OSError: it cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        partial.write_bytes(
+            content.encode(errors="backslashreplace") if isinstance(content, str) else content
+        )
         os.replace(partial, path)
     except OSError as error:
         with contextlib.suppress(OSError):
