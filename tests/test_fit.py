@@ -534,6 +534,16 @@ def test_a_loss_is_a_scalar(alone, tmp_path, result, got):
     assert not (tmp_path / "run").exists()
 
 
+@of_nnx
+@pytest.mark.parametrize("name", ["validation", "final_validation"])
+def test_validation_rows_that_do_not_fit_are_found_before_the_first_step(alone, tmp_path, name):
+    trainer, options, _ = alone
+    other = [{**row, "x": row["x"][:-1]} for row in HELD_OUT["validation"]]
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
+        fit(at(trainer, tmp_path / "run"), ROWS, **{**options, name: other})
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("source", [dict(enumerate(ROWS)), iter(ROWS)])
 def test_a_source_without_numbers_is_refused(trainer, source):
     with pytest.raises(TypeError, match="`source`: expected examples by number, such as a list"):

@@ -116,7 +116,8 @@ class Run:
             if found:
                 model.curves = Curves.from_json(found.metadata["curves"][i])
             if model.validate and self.steps < model.trainer.config.max_steps:
-                model.validate(model.state, most=1)  # an error in it shows now
+                for is_last in (False, True):  # an error in one of them shows now
+                    model.validate(model.state, is_last=is_last, most=1)
 
     def save(self) -> None:
         """Writes a checkpoint, unless this step has one. Raises Diverged for a state that is not finite."""
