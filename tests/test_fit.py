@@ -548,6 +548,8 @@ def test_validation_rows_that_do_not_fit_are_found_before_the_first_step(alone, 
 def test_a_source_without_numbers_is_refused(trainer, source):
     with pytest.raises(TypeError, match="`source`: expected examples by number, such as a list"):
         fit(trainer, source)
+    with pytest.raises(TypeError, match="`validation`: expected examples by number, such as a list"):
+        fit(trainer, ROWS, validation=source, validation_loss=loss)
 
 
 def write_settings(folder, settings, data=None):
@@ -557,6 +559,8 @@ def write_settings(folder, settings, data=None):
 
 
 WITHOUT_Y = [{"x": row["x"]} for row in ROWS]
+ODD = [ROWS[0], {**ROWS[1], "x": ROWS[1]["x"][:9]}]
+VALIDATED = {"validation_loss": loss}
 
 
 @pytest.mark.parametrize(
@@ -573,6 +577,12 @@ WITHOUT_Y = [{"x": row["x"]} for row in ROWS]
         (ROWS, HELD_OUT, "`validation` and `validation_loss` go together"),
         (ROWS, {"validation_loss": loss}, "`validation` and `validation_loss` go together"),
         (ROWS, {"final_validation": rows(9)}, "`final_validation` needs both"),
+        (ROWS, {"validation": ODD, **VALIDATED}, "`validation`: expected shape (32,) at row 1['x'], as in"),
+        (
+            ROWS,
+            {**HELD_OUT, "final_validation": ODD, **VALIDATED},
+            "`final_validation`: expected shape (32,)",
+        ),
         (ROWS, {"validation": [], "validation_loss": loss}, "`validation` has 0 rows, fewer than the 1"),
         (ROWS, {"output": "taken"}, "taken holds a run already: add --resume to go on with it"),
         (ROWS, {"output": "file"}, "file is a file; give a folder for the run"),
@@ -625,7 +635,7 @@ def test_bad_input_is_refused_and_nothing_is_written(trainer, tmp_path, source, 
 )
 def test_a_run_goes_on_with_its_validation_rows_only(trainer, tmp_path, monkeypatch, options, says):
     """Older runs have no fingerprint of these rows, and go on with any."""
-    began = checks.fingerprint((ROWS, HELD_OUT["validation"], None), None)
+    began = checks.fingerprint([Examples(ROWS, None), Examples(HELD_OUT["validation"], None), None])
     monkeypatch.setattr("fp8jax.train.run_folder.taken", lambda *args: pytest.fail("it was not refused"))
     options = {**options, "validation_loss": loss} if options else options
     for number, data in enumerate((began, None)):

@@ -114,13 +114,16 @@ def fit(
             folder = run_folder.choose(config.output_dir, resume=resume, or_start=or_start, name="trainer")
             found = run_folder.read(folder, settings)
             examples = Examples(source, transform)
+            first, last = (
+                None if rows is None else Examples(rows, transform, name)
+                for name, rows in (("validation", validation), ("final_validation", final_validation))
+            )
             trainers = [trainer, *([twin] if twin else [])]
             for one in trainers:
                 checks.check_rows(one, examples)
-            held_out = validation, validation if final_validation is None else final_validation
-            models = [Model(one, validator(one, held_out, transform, validation_loss)) for one in trainers]
-            sources = source, validation, final_validation
-            now = RunMetadata(settings, checks.fingerprint(sources, transform, found.data))
+            held_out = first, first if last is None else last
+            models = [Model(one, validator(one, held_out, None, validation_loss)) for one in trainers]
+            now = RunMetadata(settings, checks.fingerprint([examples, first, last], found.data))
             checks.check_processes(now)
             run_folder.check_same(folder, found, now, fixed_options(type(options)))
             checks.check_batches(trainer, folder, found)

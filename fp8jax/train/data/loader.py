@@ -185,15 +185,18 @@ def _close(running: list[Any]) -> None:
 
 
 class Examples:
-    """A source after the transform, in arrays. Grain's own `map` would skip an example that is None."""
+    """A source after the transform, in arrays. Grain's own `map` would skip an example that is None.
 
-    def __init__(self, source: Source, transform: Callable[[Any], Any] | None) -> None:
+    Errors name the source by `name`.
+    """
+
+    def __init__(self, source: Source, transform: Callable[[Any], Any] | None, name: str = "source") -> None:
         if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")) or isinstance(source, Mapping):
             raise TypeError(
-                "`source`: expected examples by number, such as a list, an array or a TokenFile; got a "
+                f"`{name}`: expected examples by number, such as a list, an array or a TokenFile; got a "
                 f"{type(source).__name__}"
             )
-        self._source, self._transform = source, transform
+        self._source, self._transform, self._name = source, transform, name
         self._first: Any = None  # the structure of example 0
 
     def __len__(self) -> int:
@@ -213,8 +216,8 @@ class Examples:
             name = min((path for path, _ in first.items() ^ other.items()), default="")
             expected, got = (shapes.get(name, "no array") for shapes in (first, other))
             raise BadInput(
-                f"`source`: expected {expected} at row {index}{name}, as in row 0; got {got}. Leave the row "
-                "out, or make all rows alike with `transform`."
+                f"`{self._name}`: expected {expected} at row {index}{name}, as in row 0; got {got}. Leave "
+                "the row out, or make all rows alike with `transform`."
             )
         return example
 
@@ -224,8 +227,8 @@ class Examples:
             return _as_arrays(example if self._transform is None else self._transform(example))
         except StopIteration as error:  # an iterator over batches would end by it
             raise RuntimeError(
-                f"`source`: reading row {index} raised StopIteration; expected a row. Give the source the "
-                "length of the rows that it has, or mend `transform`."
+                f"`{self._name}`: reading row {index} raised StopIteration; expected a row. Give the "
+                "source the length of the rows that it has, or mend `transform`."
             ) from error
 
     def fingerprint(self, like: str = "") -> str:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, PyTree
 from fp8jax.recipe import Recipe
 from fp8jax.train import distributed
 from fp8jax.train.config import TrainConfig, fixed_options, saved_options
-from fp8jax.train.data.loader import Examples, Source
+from fp8jax.train.data.loader import Examples
 from fp8jax.train.errors import Diverged
 from fp8jax.train.metrics import Curves
 from fp8jax.train.run import not_finite
@@ -158,22 +158,15 @@ def options_of_twin(twin: TrainConfig, config: TrainConfig) -> str:
     return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
 
 
-def fingerprint(
-    sources: Sequence[Source | None], transform: Callable[[Any], Any] | None, like: str = ""
-) -> str:
+def fingerprint(sources: Sequence[Examples | None], like: str = "") -> str:
     """The fingerprints of a run's sources, for `RunMetadata.data`: "none" for one that is not given.
 
     Args:
         sources: `source`, `validation` and `final_validation`.
-        transform: of all of them.
         like: the fingerprints to compare with; an older run has that of `source` alone.
     """
     pairs = zip(sources, like.split("; ") if like else [""] * len(sources), strict=False)
-    found = [
-        "none" if source is None else Examples(source, transform).fingerprint(before)
-        for source, before in pairs
-    ]
-    return "; ".join(found)
+    return "; ".join("none" if source is None else source.fingerprint(before) for source, before in pairs)
 
 
 def check_processes(now: RunMetadata) -> None:
