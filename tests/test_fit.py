@@ -23,6 +23,7 @@ from fp8jax import signals
 from fp8jax.inspect import numerics
 from fp8jax.inspect.numerics.rows import files_of_run
 from fp8jax.train import Diverged, TrainConfig, Trainer, checkpoint, fit
+from fp8jax.train.config import option
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
 from fp8jax.train.run import checks
@@ -563,6 +564,11 @@ ODD = [ROWS[0], {**ROWS[1], "x": ROWS[1]["x"][:9]}]
 VALIDATED = {"validation_loss": loss}
 
 
+@dataclasses.dataclass(frozen=True)
+class Own:
+    rows: int = option(64, "rows of the data")
+
+
 @pytest.mark.parametrize(
     "source, options, says",
     [
@@ -602,6 +608,11 @@ VALIDATED = {"validation_loss": loss}
             "`about`: expected names with values that JSON can hold",
         ),
         (ROWS, {"about": {"rate": float("nan")}}, "`about`: expected names with values that JSON can hold"),
+        (
+            ROWS,
+            {"options": Own()},
+            "`options`: expected no field `rows`, which a run itself saves; give it another name",
+        ),
         (ROWS, {"about": {3: "three"}}, "`about`: expected names with values that JSON can hold; got 3"),
         (
             ROWS,

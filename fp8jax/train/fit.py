@@ -93,7 +93,8 @@ def fit(
             is; all checkpoints are damaged; rows do not fit the trainer, or fill no batch; the twin has the
             trainer's recipe, or other batches or devices; a process has other settings or data than process
             0; one of `validation` and `validation_loss` is missing, or both are and `final_validation` is
-            given; JSON cannot hold `about`; or the extra `train` is not installed.
+            given; JSON cannot hold `about`; `options` has a field `rows` or `of_twin`, which the run itself
+            saves; or the extra `train` is not installed.
         Diverged: a `BadInput`: the last `max_skipped_steps` steps, or all, were skipped, because gradients
             were not finite; or the state has such numbers when it is to be saved. It is then not saved, and
             the report is written.
@@ -107,7 +108,9 @@ def fit(
             for package in ("grain", "matplotlib", "rich"):
                 need(package)  # before any work is done
             report.check_about(about or {}, trainer)
-            settings = {**saved_options(options), run_folder.ROWS: trainer.rows}
+            settings = saved_options(options)
+            checks.check_names(settings)
+            settings[run_folder.ROWS] = trainer.rows
             if twin:
                 checks.check_twin(twin, trainer)
                 settings[run_folder.OF_TWIN] = checks.options_of_twin(twin.config, config)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from fp8jax.train.data.loader import Examples
 from fp8jax.train.errors import Diverged
 from fp8jax.train.metrics import Curves
 from fp8jax.train.run import not_finite
-from fp8jax.train.run_folder import ROWS, RunMetadata
+from fp8jax.train.run_folder import OF_TWIN, ROWS, RunMetadata
 from fp8jax.train.step.network import RunState
 from fp8jax.train.trainer import Trainer
 
@@ -125,6 +125,14 @@ def _whole(x: jax.Array) -> jax.Array:
     if not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
     return jax.device_put(x, jax.local_devices()[0])
+
+
+def check_names(options: Collection[str]) -> None:
+    """Raises ValueError if an option has the name of another setting of a run."""
+    if taken := {ROWS, OF_TWIN}.intersection(options):
+        raise ValueError(
+            f"`options`: expected no field `{min(taken)}`, which a run itself saves; give it another name"
+        )
 
 
 def check_rows(trainer: Trainer, examples: Examples) -> None:
