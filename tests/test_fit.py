@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import html.parser
 import json
+import math
 import pathlib
 import shlex
 import shutil
@@ -259,6 +260,19 @@ def test_extra_lines_of_the_report(alone):
     for name in own:
         with pytest.raises(ValueError, match=f"the report itself says `{name}`"):
             fit(trainer, ROWS, about={name: 0})
+
+
+def test_options_that_are_infinite(trainer, tmp_path):
+    """JSON has no such numbers: the report has their names."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Clipping:
+        clip: float = option(math.inf, "the largest norm")
+
+    run = at(trainer, tmp_path / "run", max_steps=2)
+    found = [fit(run, ROWS, options=Clipping(), resume=resume) for resume in (False, True)][-1]
+    told = json.loads((found.folder / "result.json").read_text(), parse_constant=pytest.fail)
+    assert told["settings"] == {"clip": "Infinity", "rows": 4}
 
 
 def test_memory_is_told_by_part(alone):

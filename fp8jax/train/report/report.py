@@ -200,7 +200,9 @@ def facts(trainer: Trainer, settings: Mapping[str, Any], begun: float, resumed: 
         "command": shlex.join(sys.orig_argv),
     }
     size = {"devices": trainer.placement.mesh.size, "rows of a step": trainer.rows}
-    return {**occasion, **machine(), **size, "settings": settings}
+    # An option may be infinite, and JSON has no such number.
+    named = json.loads(json.dumps(settings), parse_constant=str)
+    return {**occasion, **machine(), **size, "settings": named}
 
 
 def check_about(about: Mapping[str, Any], trainer: Trainer) -> None:
