@@ -173,6 +173,20 @@ def test_curves_of_unequal_length(steps):
     assert figures.losses(curves).startswith(b"\x89PNG")
 
 
+def test_dollars_in_pictures_are_no_formulas(monkeypatch):
+    """matplotlib takes text between two of them for TeX, and raises for a formula that it cannot read."""
+    drawn = []
+    png = figures._png
+    monkeypatch.setattr(figures, "_png", lambda figure: drawn.append(figure) or png(figure))
+    tensors = [tensor._replace(layer=r"h_0/$\up$") for tensor in TENSORS]
+    figures.losses({"O2": runs.make_curves()}, r"loss ($\nats$)")
+    for draw in (figures.scales, figures.saturations):
+        draw(tensors, runs.make_curves())
+    losses, scales, saturations = (figure.axes[0] for figure in drawn)
+    assert losses.get_ylabel() == r"loss ($\nats$)" and scales.get_title() == r"h_*/$\up$"
+    assert saturations.get_yticklabels()[0].get_text() == r"h_0/$\up$ 0 0"
+
+
 def test_clipped_casts_are_counted(tmp_path):
     outcome = make_outcome()
     values = np.full_like(outcome.curves.saturations, 1.05)  # rounded to the largest number

@@ -32,7 +32,7 @@ def losses(curves: Mapping[str, Curves], label: str = "loss") -> bytes:
     # The twin is drawn first, wide and pale, because the two curves should coincide.
     for number in reversed(range(len(names))):
         _draw_losses(axes[0][0], names[number], curves[names[number]], COLOURS[number], is_below=number > 0)
-    axes[0][0].set_ylabel(label)
+    axes[0][0].set_ylabel(label, parse_math=False)
     axes[0][0].legend(frameon=False, reverse=True)
     if rows == 2:
         _draw_difference(axes[1][0], curves)
@@ -86,8 +86,8 @@ def scales(tensors: list[ScaledTensor], curves: Curves) -> bytes:
             label = _number(tensors[i]) if depth % _every(len(lines), 24) == 0 else None
             panel.plot(curves.scale_steps, values[:, i], color=colour, linewidth=1.3, label=label)
         panel.set_yscale("log", base=2)
+        panel.set_title("" if row else _short(kind), parse_math=False)
         panel.set(
-            title="" if row else _short(kind),
             xlabel="step" if operand == OPERANDS[-1] else "",
             ylabel="" if column else f"scale of the\n{operand}",
         )
@@ -112,7 +112,7 @@ def saturations(tensors: list[ScaledTensor], curves: Curves) -> bytes:
         heights = np.arange(len(chosen) + 1)
         image = panel.pcolormesh(edges, heights, values[:, chosen].T, cmap="RdBu_r", norm=norm)
         labels = [f"{_short(tensors[i].layer)} {_number(tensors[i]) or ''}".strip() for i in chosen]
-        panel.set_yticks(heights[:-1:step] + 0.5, labels[::step])
+        panel.set_yticks(heights[:-1:step] + 0.5, labels[::step], parse_math=False)
         panel.tick_params(labelsize=9)
         panel.invert_yaxis()
         panel.set_title(operand, fontsize=10, loc="left")
