@@ -183,8 +183,8 @@ def test_what_settings_mean():
 # Options that are refused, and the beginning of the message.
 REFUSED = [
     (
-        {"per_device_train_batch_size": "large"},
-        "--per-device-train-batch-size must be one of auto; got large",
+        {"per_device_train_batch_size": "8.5"},
+        "--per-device-train-batch-size must be a whole number or one of auto; got 8.5",
     ),
     ({"per_device_train_batch_size": 0}, "--per-device-train-batch-size must be at least 1 and below 2"),
     (

@@ -88,7 +88,8 @@ def validate(config: Any) -> None:
                 raise ValueError(f"{_flag(field)} must be printable text; got {value!a}")
             if rules["choices"] and value not in rules["choices"]:
                 near, legal = _suggestion(value, rules["choices"]), ", ".join(rules["choices"])
-                raise ValueError(f"{_flag(field)} must be one of {legal}; got {value}{near}")
+                number = "a whole number or " if int in _types(field) else ""
+                raise ValueError(f"{_flag(field)} must be {number}one of {legal}; got {value}{near}")
         elif rules["least"] is not None:
             # The counters on the devices are int32.
             end = 2**31 if rules["below"] == math.inf and int in _types(field) else rules["below"]
