@@ -146,6 +146,14 @@ def test_excluded_function_is_the_same():
         np.testing.assert_array_equal(new, old)
 
 
+def test_inputs_without_rows_are_told_of():
+    model = fp8jax.transform(lambda params, x: x @ params["w"], "te")
+    with pytest.raises(
+        ValueError, match="expected a dot product with numbers to multiply; all are empty, as"
+    ):
+        model.init({"w": normal(0, WIDTH, HIDDEN)}, normal(1, 0, WIDTH))
+
+
 @pytest.mark.parametrize("level", ("fp32", "bf16", "fp16_amp"))
 def test_wide_gemms(level):
     """A wider recipe multiplies in its format, and scales a float16 loss."""

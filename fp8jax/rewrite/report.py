@@ -164,7 +164,13 @@ def _heads(found: FoundDots, choices: list[tuple[Dot, LayerChoice]]) -> list[str
 def check_share(report: Report) -> None:
     """Raises ValueError if nothing runs in FP8; warns if the share of FLOPs is below `LOW_SHARE`."""
     left = [f"{row.path} ({row.reason})" for row in report.largest(3)]
-    if report.flops == 0 or not any(row.fp8 for row in report.rows):
+    has_fp8 = any(row.fp8 for row in report.rows)
+    if has_fp8 and report.flops == 0:
+        raise ValueError(
+            "`model`: expected a dot product with numbers to multiply; all are empty, as for inputs without "
+            "rows. Give other inputs."
+        )
+    if not has_fp8:
         raise ValueError(
             "`model`: expected a dot product that can run in FP8; got none "
             f"({', '.join(left) or 'it has no dot product of a parameter'}). Choose layers with a rule, "
