@@ -1,6 +1,7 @@
 """Linen and NNX modules as functions of their parameters: whatever they multiply with, and however called."""
 
 import dataclasses
+import functools
 import types
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx import bridge
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax.adapters.adapter import FRAMEWORKS, Framework, adapter_of
@@ -217,6 +220,49 @@ def test_interceptors_are_part_of_a_program():
     with nn.intercept_methods(lambda call, args, kwargs, context: 2 * call(*args, **kwargs)):
         np.testing.assert_array_equal(model.apply(variables, X), 2 * once)
     np.testing.assert_array_equal(model.apply(variables, X), once)
+
+
+class Constrained(nn.Module):
+    """Dense layers with a constraint by logical axis names between them."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(nn.with_logical_constraint(nn.Dense(2 * WIDTH)(x), ("batch", "mlp")))
+
+
+class ConstrainedNNX(nnx.Module):
+    """The same in NNX."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.up, self.down = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs), nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nn.with_logical_constraint(self.up(x), ("batch", "mlp")))
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "nnx with inputs", "function"])
+def test_logical_axis_rules_are_part_of_a_program(kind):
+    """An eager call without rules, then calls under two sets of rules."""
+    variables = Constrained().init(jax.random.key(0), X)
+    if kind.startswith("nnx"):
+        inputs = [X] if "inputs" in kind else None
+        call = fp8jax.transform(ConstrainedNNX(), "current", inputs=inputs)
+    else:
+        plain = Constrained() if kind == "linen" else Constrained().apply
+        call = functools.partial(fp8jax.transform(plain, "current").apply, variables)
+
+    def specs():
+        eqns = jax.make_jaxpr(lambda x: call(x))(X).eqns
+        return [eqn.params["sharding"].spec for eqn in eqns if eqn.primitive.name == "sharding_constraint"]
+
+    with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
+        call(X)
+        assert specs() == []
+        with nn.logical_axis_rules((("batch", "data"), ("mlp", "model"))):
+            assert specs() == [P("data", "model")]
+        with nn.logical_axis_rules([("batch", "model"), ("mlp", None)]):
+            assert specs() == [P("model", None)]
 
 
 def test_precision_is_part_of_a_program():

@@ -8,6 +8,7 @@ import jax
 
 from fp8jax.adapters import linen, nnx
 from fp8jax.adapters.adapter import FRAMEWORKS, adapter_of, is_transformed
+from fp8jax.adapters.flax_context import flax_context
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite import FunctionModel, LoRA, Report, Rule, Settings, checkpointing
 
@@ -74,7 +75,7 @@ def transform(
             return framework.transform(model, settings, **options)
     got = _not_a_function(model)
     if got is None:
-        return FunctionModel(model, settings)
+        return FunctionModel(model, settings, context=flax_context)
     raise TypeError(f"`model`: expected a Flax module, Linen or NNX, or a function of parameters; got {got}.")
 
 

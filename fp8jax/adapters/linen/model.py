@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
-import flax.linen.module as linen_module
 import jax
 import jax.numpy as jnp
 from flax.core.scope import in_filter, subtract_filters
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from fp8jax.adapters.flax_context import flax_context
 from fp8jax.adapters.linen.boxes import with_plain_boxes, with_scaled_boxes, without_constraints
 from fp8jax.quantization import is_scaled, quantize_like
 from fp8jax.recipe import Recipe
@@ -48,7 +48,7 @@ class LinenModel:
     _function: FunctionModel = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        function = FunctionModel(self._apply, self.settings, num_states=1, context=_interceptors)
+        function = FunctionModel(self._apply, self.settings, num_states=1, context=flax_context)
         object.__setattr__(self, "_function", function)
 
     @property
@@ -223,11 +223,6 @@ class LinenModel:
 
         with nn.intercept_methods(note):
             return self.module.apply(variables, *args, **kwargs)
-
-
-def _interceptors() -> tuple[Any, ...]:
-    """The user's own, on which a trace of the module depends. Flax has no public name for them."""
-    return tuple(linen_module._global_interceptor_stack)
 
 
 class Bound:

@@ -19,6 +19,7 @@ from flax import nnx
 from flax.nnx import bridge
 
 from fp8jax import loss_scale
+from fp8jax.adapters.flax_context import flax_context
 from fp8jax.adapters.moe.nnx import ExpertDense, ExpertRouter
 from fp8jax.adapters.nnx.calls import operands_of, restore, rewrite, rewritten_of, run_call
 from fp8jax.adapters.nnx.variables import (
@@ -73,7 +74,7 @@ def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] |
     if inputs is None:
         kernels = _guessed_kernels(copy, settings)
     else:
-        function = FunctionModel(run_call, settings, num_states=1)
+        function = FunctionModel(run_call, settings, num_states=1, context=flax_context)
         rewrite(copy, function)
         variables, *operands = operands_of(copy, "__call__", inputs, {})
         kernels = function.kernels(variables.get(FROZEN, variables[PARAMS]), *operands)
@@ -88,7 +89,7 @@ def with_recipe(model: nnx.Module, settings: Settings, inputs: tuple[Any, ...] |
     if settings.recipe.gemm == "FP16":
         copy.loss_scale__fp8 = LossScale(loss_scale.init())
     settings = settings._replace(kernels=kernels)
-    rewrite(copy, FunctionModel(run_call, settings, num_states=1, remedy=_REMEDY))
+    rewrite(copy, FunctionModel(run_call, settings, num_states=1, context=flax_context, remedy=_REMEDY))
     return copy
 
 
