@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import fp8jax
 from fp8jax import formats, quantize
 from fp8jax.inspect import program, targets
+from fp8jax.platforms import with_sharding
 from fp8jax.quantization import amax, quantize_gradient, without_infinities
 
 X = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
@@ -134,6 +135,31 @@ def test_outputs_are_sharded_as_a_model_says(recipe):
     assert got.sharding.spec == P(None, "data", "model")
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
     assert grads["mix"]["kernel"].get_value().sharding.spec == P("data", "model")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("recipe", ["current", "O2"])
+def test_sharding_of_a_transposed_kernel(recipe, kind):
+    """FSDP by hand: the stored kernel is sharded over the devices of the batch, its transpose is gathered."""
+    w = np.random.default_rng(1).standard_normal((4, 8, 32)).astype(np.float32)
+
+    def grads_of(gathered, x, w):
+        call = lambda params, x: jnp.einsum("bi,ijk->bjk", x, gathered(params["w"].transpose(2, 0, 1)))  # noqa: E731
+        model = fp8jax.transform(call, recipe)
+        variables = model.init({"w": w}, x)
+        loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)  # noqa: E731
+        names = [eqn.primitive.name for eqn in jax.make_jaxpr(model.apply)(variables, x).eqns]
+        return jax.jit(fp8jax.value_and_grad(loss))(variables, x)[:2], names
+
+    want, _ = grads_of(lambda w: w, jnp.asarray(X), jnp.asarray(w))
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put((X, w), NamedSharding(mesh, P("data")))
+        got, names = grads_of(lambda w: with_sharding(w, P(None, None, "model")), *sharded)
+    # On explicit axes a product of the sharded kernel is an error of types.
+    assert kind == AxisType.Explicit or names.count("sharding_constraint") == 1
+    assert got[1]["w"].shape == (4, 8, 32)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-5), got, want)
 
 
 def test_on_a_mesh_of_both_kinds_and_within_shard_map():

@@ -158,9 +158,10 @@ def move(tracked: Tracked, eqn: jex.JaxprEqn, rest: list[Any]) -> list[Tracked] 
         grad_slots: Any = [None] * len(parts) if grad_slot is None else _move_stored(grad_slot, eqn, rest)
         assert grad_slots is not None
         return [Tracked(Weight(*pair), new) for pair in zip(parts, grad_slots, strict=True)]
-    if name in ("reshard", "sharding_constraint") and not view.is_transposed and weight.shard is None:
-        constrained = on_data(lambda x: bind(eqn, x, *rest)[0], weight.value)
-        weight = dataclasses.replace(weight, value=constrained)
+    if name in ("reshard", "sharding_constraint") and weight.shard is None:
+        inverse = tuple(map(view.perm.index, range(len(view.perm))))
+        seen = on_data(lambda x: bind(eqn, x, *rest)[0], transpose(weight.value, view.perm))
+        weight = dataclasses.replace(weight, value=transpose(seen, inverse))
     return [Tracked(weight, new)]
 
 
