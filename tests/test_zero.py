@@ -510,6 +510,29 @@ def test_boxes_of_axis_names_and_flags(recipe):
     assert isinstance(grads["lm_head"]["kernel"], nn.Partitioned)
 
 
+@pytest.mark.parametrize("kind", ["logical", "spec", "sharding", "reshard", "out_sharding"])
+def test_constraints_over_the_devices_are_refused(kind):
+    """Each device has its part of the batch; one sentence says so, for each of JAX's own errors."""
+    P, own = (
+        PartitionSpec,
+        mesh(2, AxisType.Explicit if kind in ("reshard", "out_sharding") else AxisType.Auto),
+    )
+    constrained = {
+        "logical": lambda x: nn.with_logical_constraint(x, ("batch", None)),
+        "spec": lambda x: jax.lax.with_sharding_constraint(x, P("data")),
+        "sharding": lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(own, P("data"))),
+        "reshard": lambda x: jax.sharding.reshard(x, P("data", None)),
+        "out_sharding": lambda x: jnp.matmul(x, jnp.eye(32), out_sharding=P("data", None)),
+    }
+    model = fp8jax.transform(lambda params, x: constrained[kind](x @ params["w"]), "current")
+    loss = lambda variables, x: jnp.mean(model.apply(variables, x) ** 2)  # noqa: E731
+    step = jax.jit(fp8jax.value_and_grad(loss, zero=Zero(own, stage=2)))
+    with jax.set_mesh(own), nn.logical_axis_rules((("batch", "data"),)):
+        x = jax.device_put(X, NamedSharding(own, P("data")))
+        with pytest.raises(ValueError, match="constraints, and rules of logical axes, without 'data'"):
+            step({"params": {"w": jnp.ones((32, 32))}}, x)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", ["te", "mxfp8"])
 def test_a_stack_whose_axis_is_not_in_front(recipe):

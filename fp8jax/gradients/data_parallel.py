@@ -8,8 +8,10 @@ Each device's loss is divided by the number of devices, and gradients are summed
 scaling state, equal those of one device with the whole batch.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -152,12 +154,29 @@ def over_devices(on_device: Callable[..., tuple[Any, Any, GradShardings]], zero:
         of_grads = jax.tree.map(spec_of_grad, params, is_leaf=is_scaled)
         in_specs = {**of_variables, **of_params}, P(zero.axis), P()
         out_specs = (P(), P(zero.axis)), of_states, of_grads, P()
-        out, states, data, scales = zero.on_each(mapped, in_specs, out_specs, variables, args, arrays)
+        with _clear_constraints(zero.axis):
+            out, states, data, scales = zero.on_each(mapped, in_specs, out_specs, variables, args, arrays)
         data, treedef = jax.tree.flatten(data)
         grads = [x if (scale := scales.get(i)) is None else ScaledArray(x, scale) for i, x in enumerate(data)]
         return out, {**states, PARAMS: treedef.unflatten(grads)}
 
     return run
+
+
+@contextlib.contextmanager
+def _clear_constraints(axis: str) -> Iterator[None]:
+    """Replaces JAX's errors for a sharding constraint that names the axis of the devices."""
+    try:
+        yield
+    except ValueError as error:
+        named = r"only refer to Auto axes|contains a manual axes|of type Auto or Manual"
+        if not re.search(named, str(error)) or repr(axis) not in str(error):
+            raise
+        raise ValueError(
+            f"`zero`: expected sharding constraints, and rules of logical axes, without {axis!r}; got one "
+            f"that names it. Inside of `value_and_grad(..., zero=...)` each device has its own part of the "
+            f"batch already, so leave {axis!r} out of them, as in `P(None, 'model')` or `('batch', None)`."
+        ) from error
 
 
 def _reduced(grads: Any, shardings: GradShardings, zero: Zero) -> tuple[Any, Any, dict[int, jax.Array]]:

@@ -66,7 +66,8 @@ def value_and_grad(
 
     Raises:
         ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices, or
-            there are no arguments after the variables; the parameters hold scaling states, as those of two
+            there are no arguments after the variables, or a sharding constraint in the loss names the mesh
+            axis of the batch; the parameters hold scaling states, as those of two
             models' variables in one tree do; the function runs inside `jax.shard_map` with a
             scaling state, and `axis_name` is None or `check_vma` is True.
         TypeError: `loss_fn` is not a function or does not return a loss, or `zero` is not a `Zero`.

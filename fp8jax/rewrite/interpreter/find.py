@@ -91,7 +91,8 @@ def find_dots(jaxpr: jex.Jaxpr, views: Sequence[ParamView | None], states: int =
         states: how many of the next inputs are the scaling states that the gradient renews.
 
     Raises:
-        ValueError: a model with such a state is called inside a `jax.shard_map`.
+        ValueError: a model with such a state is called inside a `jax.shard_map`, or a sharding constraint
+            names an axis of a `jax.shard_map` around this call.
     """
     finder = _DotFinder(FoundDots([], {}, {}, {}, [], [], [], []))
     others = [ACTIVATION] * (len(jaxpr.invars) - len(views) - states)
@@ -157,6 +158,8 @@ class _DotFinder:
         if name in DOTS:
             self.dot(eqn, ins, place)
             return [self.computed(ins, name, is_noted=True)]
+        if name == "sharding_constraint":
+            _check_spec(getattr(params["sharding"], "spec", ()))
         if any(True for _ in jex.jaxprs_in_params(params)):
             self.opaque(eqn, ins, place)
         elif _makes_one_hot(eqn, ins):
@@ -262,6 +265,16 @@ class _DotFinder:
                 uses.kernel = uses.kernel or planned.kernel
                 if not x.is_frozen:
                     uses.dots, uses.is_shared = uses.dots + 1, uses.is_shared or x.is_shared
+
+
+def _check_spec(spec: Any) -> None:
+    """Raises ValueError for a constraint that JAX refuses in the same words, but only when it lowers."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if any(axis in manual for axis in jax.tree.leaves(tuple(spec))):
+        raise ValueError(
+            f"{spec!r} contains a manual axes {manual!r}, which a `jax.shard_map` around the sharding "
+            "constraint maps over. Leave it out of the constraint: each device has its own part already."
+        )
 
 
 def _makes_one_hot(eqn: Any, ins: list[Any]) -> bool:
