@@ -12,6 +12,9 @@ import optax
 import pytest
 from flax import nnx
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 
 import fp8jax
 from fp8jax import formats
@@ -728,6 +731,30 @@ def test_gradient_of_each_example():
     together = jax.vmap(grad, (None, 0))(variables, x)[1]["w"]
     each = jnp.stack([value(grad(variables, part)[1]["w"]) for part in x])
     np.testing.assert_allclose(value(together), each, rtol=1e-6, atol=1e-6 * jnp.abs(each).max())
+
+
+def test_names_of_a_vmap_in_the_loss():
+    """The axis of a collective in the model, and the mesh axis of a mapped axis, by `spmd_axis_name`."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    x, w = normal(0, 4, 16, WIDTH), normal(1, WIDTH, HIDDEN)
+
+    def call(params, x):
+        x = lax.with_sharding_constraint(x @ params["w"], NamedSharding(mesh, P("model", None)))
+        return x - lax.pmean(x, "parts")
+
+    def loss(fn, params, x):
+        parts = jax.vmap(lambda x: fn(params, x), axis_name="parts", spmd_axis_name="data")(x)
+        return jnp.square(parts).mean()
+
+    model = fp8jax.transform(call, "current")
+    grad = fp8jax.value_and_grad(functools.partial(loss, model.apply))
+    got, want = (
+        grad({"params": {"w": w}}, x)[:2],
+        jax.value_and_grad(functools.partial(loss, call))({"w": w}, x),
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=0.1 * jnp.abs(b).max()), got, want)
+    constraints = equations(jax.make_jaxpr(grad)({"params": {"w": w}}, x).jaxpr, "sharding_constraint", "cpu")
+    assert {tuple(eqn.params["sharding"].spec)[:2] for eqn in constraints} == {("data", "model")}
 
 
 def convolved(x, kernel):

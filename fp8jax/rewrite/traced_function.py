@@ -313,8 +313,13 @@ def _abstract(*avals: Any, program: TracedFunction, treedef: Any) -> Any:
     return [var.aval for var in program.jaxpr.outvars], program.jaxpr.effects
 
 
-def _batch(args: Any, dims: Any, **params: Any) -> Any:
-    out = jax.vmap(functools.partial(_run, **params), in_axes=tuple(dims))(*args)
+def _batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
+    if all(dim is None for dim in dims):
+        out = _program_p.bind(*args, **params)
+        return out, [None] * len(out)
+    run = functools.partial(_run, **params)
+    names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
+    out = jax.vmap(run, in_axes=tuple(dims), **names)(*args)
     return out, [0] * len(out)
 
 
@@ -323,5 +328,5 @@ _program_p.multiple_results = True
 _program_p.def_impl(jax.jit(_run, static_argnames=("program", "treedef")))
 _program_p.def_effectful_abstract_eval(_abstract)
 ad.primitive_jvps[_program_p] = jvp_of(_run)
-batching.primitive_batchers[_program_p] = _batch
+batching.fancy_primitive_batchers[_program_p] = _batch
 mlir.register_lowering(_program_p, mlir.lower_fun(_run, multiple_results=True))
