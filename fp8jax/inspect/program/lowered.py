@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.extend.core as jex
 
-from fp8jax.inspect.program.compiled import Gemm, gemm_of
+from fp8jax.inspect.program.gemms import Gemm, gemm_of
 from fp8jax.inspect.program.hlo import Instruction, parse
 from fp8jax.quantization.packed import DECODED
 
