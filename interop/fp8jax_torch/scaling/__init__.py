@@ -4,8 +4,8 @@
 tensor, `block` a scale for each block; see `fp8jax.scaling`.
 """
 
-from fp8jax_torch.scaling.state import SCALINGS as SCALINGS
+from fp8jax_torch.scaling.scalings import SCALINGS as SCALINGS
+from fp8jax_torch.scaling.scalings import of_recipe as of_recipe
 from fp8jax_torch.scaling.state import ScalingState as ScalingState
 from fp8jax_torch.scaling.state import advance as advance
 from fp8jax_torch.scaling.state import is_in_backward as is_in_backward
-from fp8jax_torch.scaling.state import of_recipe as of_recipe
