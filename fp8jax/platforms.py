@@ -274,8 +274,9 @@ def any_of(flags: Sequence[jax.Array]) -> jax.Array:
     return jnp.max(jnp.stack(flags).astype(jnp.int32)) > 0
 
 
-def check_axes(axis_name: str | Sequence[str]) -> None:
-    """Raises ValueError if these axes are not mapped over here, as `jax.shard_map` or `jax.pmap` does."""
+def checked_axes(axis_name: str | Sequence[str]) -> Any:
+    """An axis, or a tuple of axes; raises ValueError if no `jax.shard_map` or `jax.pmap` maps over one of
+    them."""
     for name in [axis_name] if isinstance(axis_name, str) else axis_name:
         try:
             lax.axis_size(name)
@@ -285,6 +286,7 @@ def check_axes(axis_name: str | Sequence[str]) -> None:
                 f"`axis_name`: expected an axis that `jax.shard_map` or `jax.pmap` maps over; got {name!r}"
                 + (f" inside of {', '.join(map(repr, mapped))}." if mapped else " outside of both.")
             ) from None
+    return axis_name if isinstance(axis_name, str) else tuple(axis_name)
 
 
 def capability_of(device: Any) -> tuple[int, int] | None:

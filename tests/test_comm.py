@@ -487,3 +487,19 @@ def test_axes_in_a_list():
     loss = lambda variables, x: jnp.mean(model.apply(variables, x))  # noqa: E731
     step = fp8jax.value_and_grad(loss, axis_name=["data"])
     np.testing.assert_array_equal(on_two(lambda x: step(variables, x)[0][None])(x), [32, 32])
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_collectives_over_axes_in_a_list(collective):
+    """As over a tuple."""
+    grads = {"w": quantize_gradient(jnp.arange(32.0).reshape(8, 4), ()), "b": jnp.arange(8.0)}
+    mesh, everywhere = jax.make_mesh((2, 2), ("data", "model")), PartitionSpec()
+
+    def on_each(axes, options):
+        run = lambda grads: getattr(fp8jax.comm, collective)(grads, axes, **options)  # noqa: E731
+        specs = {"in_specs": everywhere, "out_specs": everywhere, "check_vma": False}
+        return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(grads)
+
+    options = {} if collective == "all_gather" else {"recipe": "O2"}
+    got, want = (on_each(axes, options) for axes in (["data", "model"], ("data", "model")))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.float32(a), np.float32(b)), got, want)

@@ -1,5 +1,6 @@
 """All-gather of sharded tensors in their storage format."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,16 +10,18 @@ from jaxtyping import PyTree
 
 from fp8jax.comm import buckets
 from fp8jax.comm.reduce import at, check_float, has_blocks_along
-from fp8jax.platforms import check_axes
+from fp8jax.platforms import checked_axes
 from fp8jax.quantization import ScaledArray, is_scaled, like_gradient, to_bits
 
 
-def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP32") -> PyTree:
+def all_gather(
+    tree: PyTree, axis_name: str | Sequence[str], *, axis: int = 0, floats: str = "FP32"
+) -> PyTree:
     """`lax.all_gather(..., tiled=True)` of a tree; for use inside `jax.shard_map` with `check_vma=False`.
 
     Args:
         tree: this device's shards, arrays and `ScaledArray`s; gradients stay gradients.
-        axis_name: the mesh axis of the shards.
+        axis_name: the mesh axis of the shards, or several.
         axis: the tensors' axis along which shards are concatenated, device 0's first.
         floats: how float arrays are sent. "FP32": in their dtype. "FP8": as E4M3 codes with one power-of-two
             scale for the whole tensor, rounded once, and returned in their dtype.
@@ -34,7 +37,7 @@ def all_gather(tree: PyTree, axis_name: str, *, axis: int = 0, floats: str = "FP
     """
     if floats not in ("FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
-    check_axes(axis_name)
+    axis_name = checked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scaled)
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_scaled):
         if floats == "FP8":

@@ -15,7 +15,7 @@ References:
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from fp8jax import formats
 from fp8jax.comm import buckets
 from fp8jax.comm.auto_scaling import next_factors
 from fp8jax.comm.zero import own_part
-from fp8jax.platforms import check_axes
+from fp8jax.platforms import checked_axes
 from fp8jax.quantization import (
     ScaledArray,
     from_bytes,
@@ -44,7 +44,7 @@ from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
 
 def all_reduce(
     grads: PyTree,
-    axis_name: str,
+    axis_name: str | Sequence[str],
     recipe: Recipe | str | None = None,
     *,
     op: str = "mean",
@@ -55,7 +55,7 @@ def all_reduce(
 
     Args:
         grads: gradients from `value_and_grad`: a tree of arrays and E4M3 `ScaledArray`s, or whole variables.
-        axis_name: the mesh axis to reduce over.
+        axis_name: the mesh axis to reduce over, or several.
         recipe: sets the format by its `comm` column. FP8: codes are sent, and rounded to nearest even twice;
             each rounding has an error of at most half an ulp at the format's max, 16, times the scale. BF16,
             FP32: all leaves are sent in this format. None: the leaves decide, as in `Zero`. `ScaledArray`s
@@ -80,7 +80,7 @@ def all_reduce(
 
 def reduce_scatter(
     grads: PyTree,
-    axis_name: str,
+    axis_name: str | Sequence[str],
     recipe: Recipe | str | None = None,
     *,
     op: str = "mean",
@@ -108,7 +108,7 @@ def reduce_scatter(
 
 def _reduce(
     grads: Any,
-    axis_name: str,
+    axis_name: str | Sequence[str],
     recipe: Recipe | str | None,
     axis: int | None,
     op: str,
@@ -120,7 +120,7 @@ def _reduce(
         raise ValueError(f"`op`: expected mean or sum; got {op!r}.")
     if floats not in (None, "FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
-    check_axes(axis_name)
+    axis_name = checked_axes(axis_name)
     params = grads[PARAMS] if has_params(grads) else grads
     params = jax.tree.map(
         lambda leaf: leaf if is_scaled(leaf) else jnp.asarray(leaf), params, is_leaf=is_scaled

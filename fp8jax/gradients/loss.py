@@ -14,7 +14,7 @@ from fp8jax.comm import Zero
 from fp8jax.gradients.data_parallel import GradFn, GradShardings, ShardContext, over_devices
 from fp8jax.gradients.keys import shown
 from fp8jax.gradients.traced import gradient
-from fp8jax.platforms import check_axes
+from fp8jax.platforms import checked_axes
 from fp8jax.quantization import as_gradients
 from fp8jax.scaling.merge import from_cotangents, settled
 from fp8jax.scaling.seeds import for_part, of_whole
@@ -105,11 +105,10 @@ def with_state(
     Raises:
         ValueError: both `zero` and `axis_name` are given.
     """
-    axes = axis_name if isinstance(axis_name, str | None) else tuple(axis_name)
-    if zero is not None and axes:
+    if zero is not None and axis_name:
         raise ValueError(
-            f"`axis_name`: expected None beside `zero`, which maps over the devices itself; got {axes!r}. "
-            "Take one of them."
+            f"`axis_name`: expected None beside `zero`, which maps over the devices itself; got "
+            f"{axis_name!r}. Take one of them."
         )
 
     @functools.wraps(loss_fn)
@@ -131,7 +130,7 @@ def with_state(
         out = out if has_aux else out[0]
         grads = as_gradients(new.pop(PARAMS))
         if zero is None:
-            new = _merged(new, axes)
+            new = _merged(new, axis_name)
         if SCALING in new:
             new[SCALING] = _jitted_settled(new[SCALING], old[SCALING])
         return out, grads, {**variables, **new} if is_whole else variables
@@ -195,9 +194,9 @@ def _merged(states: dict[str, Any], axis_name: AxisNames) -> dict[str, Any]:
         )
     if not axis_name or not jax.tree.leaves(states):
         return states
-    check_axes(axis_name)
+    axes = checked_axes(axis_name)
     merge = {SCALING: lax.pmax, LOSS_SCALE: lax.pmin}
-    return {name: merge[name](x, axis_name) for name, x in states.items()}
+    return {name: merge[name](x, axes) for name, x in states.items()}
 
 
 _jitted_settled = jax.jit(settled)
