@@ -41,3 +41,8 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
     """The leaves of a tree with their paths as text, as "fc/kernel"."""
     found = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
+
+
+def with_collections(variables: Any, new: Mapping[str, Any]) -> Any:
+    """The variables with new collections: a dict, a `FrozenDict` or another mapping as before."""
+    return variables | new if isinstance(variables, dict) else type(variables)({**variables, **new})

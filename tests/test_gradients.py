@@ -1,5 +1,7 @@
 """Variables through a step: gradients in their format, state replaced, weights requantized."""
 
+import collections
+
 import flax.linen as nn
 import gradients_apart
 import jax
@@ -7,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import FrozenDict
 from flax.linen import fp8_ops
 from jax.sharding import PartitionSpec as P
 
 import fp8jax
 from fp8jax import ScaledArray, formats, quantize
+from fp8jax.optim import restore_weights
 from fp8jax.quantization import is_scaled, value
 from fp8jax.scaling.merge import FP8_GRAD, fm32
 
@@ -129,6 +133,27 @@ def test_state_of_an_unused_layer_stays(o2):
     assert (after["first"]["kernel"]["amax_history"][:, 0] > 0).all()
     unused = grads["second"]["kernel"]
     assert not unused.dequantize().any() and np.isfinite(unused.scale).all()
+
+
+@pytest.mark.parametrize("kind", [dict, collections.OrderedDict, FrozenDict])
+@pytest.mark.parametrize("recipe", ["te", "O2"])
+def test_variables_keep_their_type(recipe, kind):
+    """A scan over steps carries them, so that each step has to return the same tree."""
+    x = jnp.ones((8, 32))
+    model, tx = fp8jax.transform(nn.Dense(32), recipe), fp8jax.optim.adamw(1e-3, recipe)
+    variables = kind(model.init(jax.random.key(0), x))
+    loss = lambda variables: jnp.mean((model.apply(variables, x) - x) ** 2)  # noqa: E731
+
+    def step(carry, _):
+        variables, state = carry
+        _, grads, variables = fp8jax.value_and_grad(loss)(variables)
+        updates, state = tx.update(grads, state, variables["params"])
+        return (restore_weights(fp8jax.apply_updates(variables, updates)), state), None
+
+    (new, _), _ = jax.jit(lambda *carry: jax.lax.scan(step, carry, length=2))(
+        variables, tx.init(variables["params"])
+    )
+    assert type(new) is kind and jax.tree.structure(new) == jax.tree.structure(variables)
 
 
 def test_parameters_alone_are_variables_too():

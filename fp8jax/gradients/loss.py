@@ -18,7 +18,7 @@ from fp8jax.platforms import checked_axes
 from fp8jax.quantization import as_gradients
 from fp8jax.scaling.merge import from_cotangents, settled
 from fp8jax.scaling.seeds import for_part, of_whole
-from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params
+from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, with_collections
 
 # Names of mesh axes: one, several, or None where none were named.
 AxisNames = str | Sequence[str] | None
@@ -133,7 +133,7 @@ def with_state(
             new = _merged(new, axis_name)
         if SCALING in new:
             new[SCALING] = _jitted_settled(new[SCALING], old[SCALING])
-        return out, grads, {**variables, **new} if is_whole else variables
+        return out, grads, with_collections(variables, new) if is_whole else variables
 
     return wrapped
 

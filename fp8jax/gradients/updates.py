@@ -19,7 +19,7 @@ from fp8jax.quantization import (
     refuse_dicts,
     value,
 )
-from fp8jax.variables import PARAMS, has_params
+from fp8jax.variables import PARAMS, has_params, with_collections
 
 
 def apply_updates(variables: Any, updates: Any) -> Any:
@@ -51,7 +51,7 @@ def apply_updates(variables: Any, updates: Any) -> Any:
         )
     is_whole = has_params(updates) and not has_params(variables[PARAMS])
     updates = updates[PARAMS] if is_whole else updates
-    return {**variables, PARAMS: _stepped(variables[PARAMS], updates)}
+    return with_collections(variables, {PARAMS: _stepped(variables[PARAMS], updates)})
 
 
 def _stepped(params: Any, updates: Any) -> Any:

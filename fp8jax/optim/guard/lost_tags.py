@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from fp8jax.optim.guard.replace_update import ReplaceUpdate, is_spoilt, refuse_replaced, restored, spoilt
 from fp8jax.platforms import any_of, is_at_hand
 from fp8jax.quantization import ScaledArray, ScaledGradient, amax, is_scaled
-from fp8jax.variables import PARAMS, has_params
+from fp8jax.variables import PARAMS, has_params, with_collections
 
 _REMEDY = (
     "A sum, factor, clip or mean leaf by leaf changes codes and scales apart. Do it by "
@@ -107,7 +107,7 @@ def restore_weights(variables: Any) -> Any:
     `fp8jax.gradients.tree_map`, or a transformation behind `adam` or `adamw`.
     """
     if has_params(variables):
-        return {**variables, PARAMS: restore_weights(variables[PARAMS])}
+        return with_collections(variables, {PARAMS: restore_weights(variables[PARAMS])})
 
     def whole(leaf: Any) -> Any:
         if not is_scaled(leaf) or is_scaled(leaf.bits):
