@@ -160,7 +160,10 @@ class LinenModel:
         return {**like, **plain, PARAMS: like[PARAMS], name: params}
 
     def dequantize(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """The variables for the untransformed module: dequantized arrays, no scaling state, no loss scale."""
+        """The variables for the untransformed module: dequantized arrays, no scaling state, no loss scale.
+
+        Arrays that are not quantized are those of `variables`: copy them before a step donates these.
+        """
         collection("variables", variables, self.settings.own)
         params = self._function.dequantize(variables)
         return {**_without_ours(variables), PARAMS: with_plain_boxes(params)}
