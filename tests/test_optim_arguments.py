@@ -52,7 +52,9 @@ def test_hyperparameters_of_other_optimizers():
 
 def test_legal_edges():
     """Zero, an infinite norm, numbers of NumPy and JAX, schedules, and values that jit does not know."""
-    adamw(0, "te", 0, 0.0, 0, 0, seed=2**32 - 1)
+    adamw(0, "te", 0, 0.0, 0, 0)
+    for seed in (0, 2**31, 2**32 - 1):
+        assert np.asarray(adamw(1e-3, "fp8", seed=seed).init(PARAMS).key).tolist() == [0, seed]
     adamw(np.float32(1e-3), b1=jnp.array(0.9), seed=np.uint32(7))
     adamw(optax.linear_schedule(1e-3, 0.0, 10))
     clip_by_global_norm(INF)

@@ -21,6 +21,7 @@ from fp8jax.optim import (
     masters,
     moments,
     multi_steps,
+    muon,
     scale_by_adam,
     skipped,
     with_dequantized,
@@ -520,6 +521,23 @@ def test_states_of_muon_and_adam(has_muon):
     tx, other = pair if has_muon else pair[::-1]
     with pytest.raises(ValueError, match=r"Begin a new state with `init`: Muon"):
         tx.update(grads_of(0), convert(other.init(params), params, "fp8"), params)
+
+
+@pytest.mark.parametrize(
+    "tx", [adamw(1e-3, "fp8"), adamw(1e-3, "fp8_6"), adamw_8bit(1e-3), muon(1e-3, "fp8")]
+)
+def test_states_of_numpy_arrays(tx):
+    """As `jax.device_get` and Flax's `from_bytes` return them."""
+    params = params_of("fp8", (64, 256))
+    _, state = tx.update(grads_of(0, (64, 256)), tx.init(params), params)
+
+    def values(state):
+        is_leaf = lambda node: hasattr(node, "dequantize")  # noqa: E731
+        return jax.tree.map(jnp.asarray, moments(state), is_leaf=is_leaf)
+
+    for change in (lambda state: state, lambda state: convert(state, params, "O1")):
+        got, want = values(change(jax.device_get(state))), values(change(state))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_a_state_of_another_kind():

@@ -97,7 +97,7 @@ def first_key(recipe: Recipe, seed: Any) -> Any:
     """The key of an `AdamState`, shape=(2,), uint32; None for a recipe that rounds to nearest."""
     if recipe.rounding == TO_NEAREST:
         return None
-    return jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(seed).astype(jnp.uint32)])
+    return jnp.stack([jnp.zeros([], jnp.uint32), jnp.asarray(seed, jnp.uint32)])
 
 
 def has_roundings(params: list[Any], recipe: Recipe) -> bool:

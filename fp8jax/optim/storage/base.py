@@ -137,6 +137,7 @@ def per_entry(exponents: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     size = max(1, min(GROUP, columns))
     # Indices, because XLA on a GPU starts a kernel for what it can compute before a broadcast.
     groups = lax.iota(jnp.int32, columns) // size
+    exponents = jnp.asarray(exponents)  # of NumPy in a state on the host
     return exponents.at[..., groups].get(mode="promise_in_bounds").reshape(shape).astype(jnp.uint32)
 
 
