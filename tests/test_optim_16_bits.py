@@ -12,7 +12,8 @@ from flax.training.train_state import TrainState
 import fp8jax
 from fp8jax import formats
 from fp8jax.comm import Zero
-from fp8jax.optim import adam, adamw, adamw_8bit, convert, scale_by_adam, with_dequantized
+from fp8jax.optim import adam, adamw, adamw_8bit, convert, muon, scale_by_adam, skipped, with_dequantized
+from fp8jax.optim.step import fused
 from fp8jax.optim.step.codecs import decode_weight, encode_plain
 from fp8jax.quantization import nearest
 
@@ -241,6 +242,34 @@ def test_skipped_steps_keep_everything(dtype):
     assert int(new.skipped) == 1
     np.testing.assert_array_equal(optax.apply_updates(params, updates), params)
     np.testing.assert_array_equal(new.remainder, state.remainder)
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rate: adamw(rate, "te", weight_decay=0.0),
+        lambda rate: adamw(rate, "O2", weight_decay=0.0),
+        lambda rate: adamw(rate, "fp8", weight_decay=0.0),
+        lambda rate: muon(rate, "te"),
+        lambda rate: with_dequantized(optax.sgd(rate), "te"),
+        lambda rate: with_dequantized(optax.sgd(rate), "fp8"),
+        lambda rate: with_dequantized(optax.sgd(rate), STOCHASTIC),
+    ],
+)
+@named
+@pytest.mark.filterwarnings("ignore:.* rounds to nearest")
+def test_steps_beyond_the_largest_number(dtype, make, is_gpu, monkeypatch):
+    """The new weight is finite in float32, and infinite in the weight's dtype: skipped and counted."""
+    if is_gpu:
+        monkeypatch.setattr(fused, "_by_tensor", fused._all_at_once)
+    largest = float(jnp.finfo(dtype).max)
+    last_bit = largest - float(jnp.nextafter(jnp.asarray(largest, dtype), jnp.zeros((), dtype)))
+    for sign, bits, count in ((1, 0.75, 1), (-1, 0.75, 1), (1, 0.25, 0)):
+        params = {"w": jnp.full((8, 8), sign * largest, dtype)}
+        new, state = trained(make(bits * last_bit), params, 1, {"w": -sign * jnp.eye(8, dtype=dtype)})
+        assert int(skipped(state)) == count
+        np.testing.assert_array_equal(*(np.asarray(x["w"], np.float32) for x in (new, params)))
 
 
 def test_directions_are_refused():

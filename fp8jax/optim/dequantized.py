@@ -28,7 +28,7 @@ from fp8jax.optim.nnx_variables import filled, in_variables
 from fp8jax.optim.state import DequantizedState
 from fp8jax.optim.state.convert import check_roundings
 from fp8jax.optim.state.stored_formats import first_roundings
-from fp8jax.optim.step.codecs import decode_weight, encode_plain, encode_weight, is_rounded, select
+from fp8jax.optim.step.codecs import decode_weight, encode_plain, encode_weight, fits, is_rounded, select
 from fp8jax.optim.transforms import takes_variables
 from fp8jax.platforms import any_of, with_auto_axes
 from fp8jax.quantization import (
@@ -95,7 +95,8 @@ def with_dequantized(
         new, inner = tx.update(grads, state.inner, treedef.unflatten(values), **extra)
         new = treedef.flatten_up_to(new)
         weights = [_in_float32(old) + update for old, update in zip(values, new, strict=True)]
-        ok = _are_finite(weights) & _stays_finite(state.inner, inner)
+        checked = [jnp.where(fits(x, leaf), x, jnp.inf) for x, leaf in zip(weights, leaves, strict=True)]
+        ok = _are_finite(checked) & _stays_finite(state.inner, inner)
         seeds = [None] * len(leaves)
         if state.key is not None:
             seeds = list(leaf_seeds(state.key, state.count + 1, len(leaves)))

@@ -183,9 +183,24 @@ def encode_remainder(x: jax.Array, stored: Any, scale: Any, random: jax.Array) -
 def is_rounded(param: Any, rounding: str) -> bool:
     """Whether the step itself rounds a parameter that is no `ScaledArray`: a bfloat16 or float16 array that a
     recipe does not round to nearest. Other arrays get an update to add."""
-    if param is None or is_scaled(param) or rounding == "nearest":
+    return rounding != "nearest" and has_16_bits(param)
+
+
+def has_16_bits(param: Any) -> bool:
+    """Whether a parameter is a bfloat16 or float16 array."""
+    if param is None or is_scaled(param):
         return False
     return param.dtype in (formats.BF16.dtype, formats.FP16.dtype)
+
+
+def fits(x: jax.Array, param: Any) -> Any:
+    """Where x, float32, stays finite in the dtype of a bfloat16 or float16 parameter; True for others."""
+    if not has_16_bits(param):
+        return True
+    # Two float32 numbers below the midpoint to infinity: the sum that writes the weight may be contracted
+    # otherwise.
+    format = format_of(param)
+    return jnp.abs(x) < np.float32(format.max * (1 + 2.0 ** (-format.mantissa_bits - 2)))
 
 
 def encode_plain(x: jax.Array, stored: Any, *, rounding: str, random: jax.Array) -> tuple[jax.Array, Any]:

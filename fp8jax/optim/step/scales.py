@@ -14,7 +14,7 @@ from jax import lax
 
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import L2, AdamScalars, AdamStep, ParamState
-from fp8jax.optim.step.codecs import decode, scaled_part
+from fp8jax.optim.step.codecs import decode, fits, has_16_bits, scaled_part
 from fp8jax.quantization import (
     NO_TAG,
     ScaledArray,
@@ -53,6 +53,8 @@ def before_rounding(step: AdamStep, state: ParamState, scalars: AdamScalars, dec
     moment = jnp.abs(step.mu) if step.nu is None else step.nu
     if is_scaled(state.param):
         return [*found, moment]
+    if has_16_bits(state.param):
+        return [*found, jnp.where(fits(step.weight, state.param), moment, jnp.inf)]
     if state.direction is not None or scalars.limit is None or _dtypes(state.param) - {_FLOAT32}:
         return [*found, moment + jnp.abs(step.update)]
     # The update is finite if the moment and the limit are. So a GPU does not read the weight; nor float32
