@@ -90,6 +90,15 @@ def test_a_limit_of_zero_gives_zeros(number):
     assert not any(np.asarray(value(leaf)).any() for leaf in got.values())
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_factors_are_float32(dtype):
+    """float16 takes 1e-8 for 0."""
+    gradient = jnp.full((1000, 1000), 1000.0, dtype)
+    clip = clip_by_global_norm(0.01)
+    got, _ = clip.update(gradient, clip.init(gradient))
+    assert got.dtype == dtype and jnp.all(got == jnp.asarray(1e-5, dtype))
+
+
 def test_the_norm_is_that_of_the_values_in_float32():
     """448**2 times the number of codes overflows float16, and the codes' norm is not the gradient's."""
     gradient = {"w": ScaledArray(jnp.full((64, 64), 448.0, jnp.float8_e4m3fn), jnp.float32(2.0**-9))}

@@ -150,7 +150,9 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformationExtraArgs:
                 return leaf.times(factor)
             if is_scaled(leaf):
                 return ScaledArray(leaf.data, leaf.scale * factor)
-            return leaf * factor.astype(leaf.dtype)
+            # Not in 16 bits, which round the factor.
+            wide = leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf
+            return (wide * factor.astype(wide.dtype)).astype(leaf.dtype)
 
         return jax.tree.map(clip, updates, is_leaf=is_scaled)
 
