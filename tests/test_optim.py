@@ -250,6 +250,7 @@ def test_a_schedule_is_asked_for_every_step():
     assert compiled.traces == 1
 
 
+@pytest.mark.filterwarnings("ignore:.* rounds to nearest")
 def test_injected_hyperparameters():
     """They can be changed without a new trace."""
     make = optax.inject_hyperparams(adamw, static_args=("recipe", "mask"))

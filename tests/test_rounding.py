@@ -273,6 +273,11 @@ def test_a_rule_cannot_change_the_rounding():
 # What rounding to nearest loses ###################################################################
 
 
+INJECTED = optax.inject_hyperparams(
+    fp8jax.optim.adamw, static_args=("recipe", "mask"), hyperparam_dtype=jnp.float32
+)
+
+
 def warnings_of(recipe, rate=1e-3, b1=0.9, b2=0.999, optimizer=fp8jax.optim.adamw):
     """The texts of the warnings of `init`, called twice."""
     params = params_of(Recipe.parse(recipe or "O2"), (64, 64))
@@ -306,6 +311,11 @@ def warnings_of(recipe, rate=1e-3, b1=0.9, b2=0.999, optimizer=fp8jax.optim.adam
         ("O2", {"rate": lambda step: [1e-6, 1e-6][int(step)]}, None),  # which ends
         ("fp8", {"rate": lambda step: 1e-6}, None),
         ("O2", {"rate": 0.0}, None),
+        ("O2", {"rate": np.float32(1e-6)}, "learning_rate=1e-06 is below the last bit"),
+        ("O2", {"rate": jnp.float32(1e-6)}, "learning_rate=1e-06 is below the last bit"),
+        ("O2", {"b1": jnp.float32(0.95), "b2": jnp.float32(0.95)}, "with b1=0.95 and b2=0.95, E4M3 first"),
+        ("O2", {"rate": 1e-6, "optimizer": INJECTED}, "learning_rate=1e-06 is below the last bit"),
+        ("O2", {"rate": 1e-2, "optimizer": INJECTED}, None),
         ("O2", {"b2": 0.95, "optimizer": fp8jax.optim.adamw_8bit}, None),
         ("fp8", {"rate": 1e-6, "b1": 0.95, "b2": 0.95}, None),
     ],

@@ -175,7 +175,7 @@ def _is_storage(node: Any) -> bool:
 
 
 def warn_of_rounding(recipe: Recipe | None, params: Any, rate: Any, b1: Any, b2: Any) -> None:
-    """Warns of what rounding to nearest loses with these hyperparameters; those that are no numbers pass.
+    """Warns of what rounding to nearest loses with these hyperparameters; those that are not known pass.
 
     Args:
         recipe: its `rounding` says what is rounded to nearest; None for the default moments.
@@ -184,6 +184,7 @@ def warn_of_rounding(recipe: Recipe | None, params: Any, rate: Any, b1: Any, b2:
         b1, b2: decay rates of the moments; None for moments in other formats than the recipe's.
     """
     name, row = str(recipe or "recipe=None"), recipe or Recipe.O3
+    rate, b1, b2 = (x if x is None or callable(x) else _value_of("", x) for x in (rate, b1, b2))
     lost = [*_lost_decay(row, b1, b2), *_lost_steps(row, params, rate)]
     if lost:
         warnings.warn(
