@@ -322,6 +322,28 @@ def test_other_adams_of_optax(tx):
     ]
 
 
+@pytest.mark.parametrize("make", [optax.adam, optax.adamw])
+def test_injected_hyperparameters_of_optax(make):
+    """They go on; `eps_root`, which ours have not, must be 0."""
+    params = params_of("te")
+    theirs, ours = optax.inject_hyperparams(make), getattr(fp8jax.optim, make.__name__)
+    ours = optax.inject_hyperparams(ours, static_args=("recipe", "mask"))
+    _, state = theirs(1e-3).update(grads_of(0), theirs(1e-3).init(params), params)
+    state.hyperparams["learning_rate"] = jnp.float32(1e-2)
+    want, _ = theirs(1e-3).update(grads_of(1), state, params)
+    for old, of in ((state, lambda x: x), ((optax.EmptyState(), state), lambda x: x[1])):
+        changed = of(convert(old, params, "te"))
+        got, new = jax.jit(ours(1e-3, "te").update)(grads_of(1), changed, params)
+        assert int(new.inner_state.adam.count) == 2
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+    state = theirs(1e-3, eps_root=1e-8).init(params)
+    with pytest.raises(
+        ValueError, match="`state`: expected the hyperparameter eps_root=0; got 1e-08"
+    ) as error:
+        convert(state, params, "te")
+    assert "\n" not in str(error.value)
+
+
 def test_a_chain_around_scale_by_adam_keeps_its_states():
     params = params_of("te")
     tx = optax.chain(optax.scale_by_adam(), optax.ema(0.9), optax.scale(-1e-3))

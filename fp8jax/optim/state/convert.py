@@ -56,7 +56,7 @@ def convert(
     Args:
         state: the state of an optimizer of this package, or of `optax.adam` or `optax.adamw`; or a state that
             contains such states: of `optax.chain`, `optax.MultiSteps`, `optax.masked`,
-            `optax.multi_transform`.
+            `optax.multi_transform`, `optax.inject_hyperparams`.
         params: the parameters, or whole variables. They are not changed.
         recipe: the recipe of the new optimizer, as in `adamw`.
         seed: as in `adamw`; for a state that has no random key yet.
@@ -65,7 +65,7 @@ def convert(
 
     Raises:
         ValueError: `state` has no such state, or belongs to other parameters; or the weights of the recipe
-            are not those of the parameters.
+            are not those of the parameters; or `optax.inject_hyperparams` has an `eps_root` that is not 0.
     """
     row = checks.recipe_of(recipe)
     params = without_variables(params[PARAMS] if has_params(params) else params)
@@ -78,13 +78,17 @@ def convert(
 
     def rebuild(node: Any) -> Any:
         node = _of_optax(node) if _is_of_optax(node) else node
+        if _is_injected(node):
+            node = _without_eps_root(node)
+            return node._replace(inner_state=jax.tree.map(rebuild, node.inner_state, is_leaf=is_leaf))
         if isinstance(node, DequantizedState):
             return _converted_roundings(node, params, row, seed)
         if isinstance(node, AdamState):
             return _converted(node, params, row or Recipe.O3, seed, zero, in_8_bits)
         return node
 
-    return jax.tree.map(rebuild, state, is_leaf=_is_known)
+    is_leaf = lambda node: _is_known(node) or _is_injected(node)  # noqa: E731
+    return jax.tree.map(rebuild, state, is_leaf=is_leaf)
 
 
 def masters(state: Any, params: Any) -> Any:
@@ -170,6 +174,25 @@ def _is_of_optax(node: Any) -> bool:
     """
     first, *others = node if type(node) is tuple and node else (node,)
     return isinstance(first, optax.ScaleByAdamState) and all(x.ndim == 0 for x in jax.tree.leaves(others))
+
+
+def _is_injected(node: Any) -> bool:
+    """Whether a node is the state of `optax.inject_hyperparams` around an Adam of optax."""
+    return hasattr(node, "hyperparams") and any(
+        map(_is_of_optax, jax.tree.leaves(node.inner_state, is_leaf=_is_of_optax))
+    )
+
+
+def _without_eps_root(state: Any) -> Any:
+    """The state without a hyperparameter that this package's optimizers do not have."""
+    numbers = dict(state.hyperparams)
+    eps_root = numbers.pop("eps_root", 0)
+    if not isinstance(eps_root, jax.core.Tracer) and eps_root != 0:
+        raise ValueError(
+            f"`state`: expected the hyperparameter eps_root=0; got {eps_root:g}, which fp8jax.optim "
+            "does not have. Set it to 0 in `state.hyperparams`, or begin a new state with `init`."
+        )
+    return state._replace(hyperparams=numbers)
 
 
 def _of_optax(state: Any) -> AdamState:
