@@ -77,6 +77,26 @@ def test_masks_of_another_tree(make):
     make(1e-3, "te", mask={"fc": True}).init(PARAMS)
 
 
+def test_masks_that_are_not_of_booleans():
+    """`optax.inject_hyperparams` calls the function with the number of the step, and gets one boolean."""
+    mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
+    injected = optax.inject_hyperparams(adamw)
+    for make in (
+        lambda: injected(1e-3, "te", mask=mask),
+        lambda: injected(1e-3, "te", mask=lambda _: {"fc": {"kernel": 1.0, "bias": 0.0}}),
+        lambda: adamw(1e-3, "te", mask={"fc": {"kernel": "decay", "bias": "no"}}),
+    ):
+        with pytest.raises(ValueError, match=r"`mask`: .*say static_args=\('recipe', 'mask'\)") as error:
+            make().init(PARAMS)
+        assert "\n" not in str(error.value)
+    injected = optax.inject_hyperparams(adamw, static_args=("recipe", "mask"))
+    params, txs = PARAMS["fc"], (injected(1e-3, "te", mask=mask), adamw(1e-3, "te", mask=mask))
+    got, want = (tx.update(params, tx.init(params), params)[0] for tx in txs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+    for one in (mask, True, np.bool_(True)):
+        adamw(1e-3, "te", mask=one).init(jnp.ones((4, 4)))
+
+
 @pytest.mark.parametrize(
     "tx", [adamw(1e-3, "te"), with_dequantized(optax.sgd(1.0))], ids=["adamw", "dequantized"]
 )

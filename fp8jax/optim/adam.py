@@ -89,7 +89,8 @@ def adam(
         b1, b2, eps: as in `scale_by_adam`.
         weight_decay: strength of the L2 term.
         mask: which parameters decay: a tree of booleans, or a function from the parameters to such a tree
-            (a `ScaledArray` counts as one leaf with the shape of its value).
+            (a `ScaledArray` counts as one leaf with the shape of its value). `optax.inject_hyperparams` needs
+            `static_args=("recipe", "mask")` for a function.
         zero: the same `Zero` as in `value_and_grad`: how gradients, moments and master weights are sharded.
             `init` places the state with that sharding, and each device updates its shards. Without it any
             sharding works under `jax.jit`, where XLA partitions the step. In a `jax.shard_map` of yours give
@@ -110,7 +111,8 @@ def adam(
         ValueError: a hyperparameter is NaN, infinite or negative, or a decay rate is 1 or more; `seed` has
             more than 32 bits; from `update`, `state` has the formats of another recipe, see `convert`, or
             was made for other parameters; from `init`, the format of the parameters' `ScaledArray`s is not
-            the recipe's, or parameters are complex: `optax.contrib.split_real_and_imaginary` takes these.
+            the recipe's, `mask` is not a tree of booleans like the parameters, or parameters are complex:
+            `optax.contrib.split_real_and_imaginary` takes these.
 
     `init` warns of what rounding to nearest loses with these decay rates and this learning rate.
     """

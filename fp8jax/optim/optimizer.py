@@ -210,11 +210,16 @@ def _check_shapes(leaves: list[ParamState]) -> None:
             )
 
 
+_WANTED_MASK = (
+    "`mask`: expected a tree of booleans like the parameters, or a function from the parameters to one"
+)
+
+
 def _decays(rule: UpdateRule, treedef: Any, params: Any) -> tuple[str, ...]:
     """The kind of weight decay of each leaf.
 
     Raises:
-        ValueError: the mask is not a tree like the parameters.
+        ValueError: the mask is not a tree of booleans like the parameters.
     """
     if rule.learning_rate is None or rule.mask is None:
         return (rule.decay,) * treedef.num_leaves
@@ -227,8 +232,11 @@ def _decays(rule: UpdateRule, treedef: Any, params: Any) -> tuple[str, ...]:
             "{" + ", ".join(map(repr, x)) + "}" if isinstance(x, Mapping) else type(x).__name__
             for x in (params, mask)
         )
+        raise ValueError(f"{_WANTED_MASK}; got {got} for parameters {wanted}.") from None
+    is_bool = [isinstance(x, bool) or getattr(x, "dtype", None) == jnp.bool_ for x in decays]
+    if not all(is_bool) or (isinstance(mask, bool) and not jax.tree_util.treedef_is_leaf(treedef)):
         raise ValueError(
-            "`mask`: expected a tree of booleans like the parameters, or a function from the parameters to "
-            f"one; got {got} for parameters {wanted}."
-        ) from None
+            f"{_WANTED_MASK}; got {mask!r}. optax.inject_hyperparams calls a mask with the number of a step "
+            "unless you say static_args=('recipe', 'mask')."
+        )
     return tuple(rule.decay if decay else NO_DECAY for decay in decays)
