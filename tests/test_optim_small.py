@@ -260,6 +260,18 @@ def values_of(tree):
     return jax.tree.map(value, tree, is_leaf=is_scaled)
 
 
+def test_evaluation_of_schedule_free():
+    """The averaged weights are in the state of optax's optimizer, and in float32."""
+    theirs = optax.contrib.schedule_free(optax.adamw(1e-2, b1=0.0), 1e-2)
+    start = fp16_weights()
+    ours, state = followed(with_dequantized(theirs, "fp8"), 10, start)
+    plain, plain_state = followed(theirs, 10, values_of(start))
+    got = optax.contrib.schedule_free_eval_params(state.inner, values_of(ours))
+    want = optax.contrib.schedule_free_eval_params(plain_state, plain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want)
+    assert abs(want["w"] - plain["w"]).min() > 1e-3
+
+
 ROUNDINGS = [(None, 0.01), ("fp8", 0.01), ("O2,rounding=nearest+stochastic+value", 0.2), ("O2", None)]
 
 
