@@ -12,7 +12,17 @@ from flax.training.train_state import TrainState
 import fp8jax
 from fp8jax import formats
 from fp8jax.comm import Zero
-from fp8jax.optim import adam, adamw, adamw_8bit, convert, muon, scale_by_adam, skipped, with_dequantized
+from fp8jax.optim import (
+    adam,
+    adamw,
+    adamw_8bit,
+    convert,
+    masters,
+    muon,
+    scale_by_adam,
+    skipped,
+    with_dequantized,
+)
 from fp8jax.optim.step import fused
 from fp8jax.optim.step.codecs import decode_weight, encode_plain
 from fp8jax.quantization import nearest
@@ -303,6 +313,26 @@ def test_conversion(dtype):
     assert np.asarray(state.remainder["w"]).any()
     again = convert(convert(state, params, "fp8"), params, "O2")
     assert again.remainder == {"w": None}
+
+
+@pytest.mark.parametrize("make", [adamw, adamw_8bit, muon])
+@pytest.mark.parametrize("old, new", [DTYPES, DTYPES[::-1]], ids=["to float16", "to bfloat16"])
+@pytest.mark.filterwarnings("ignore:.* rounds to nearest")
+def test_weights_in_another_dtype(old, new, make):
+    """A recipe without remainders in between drops those of the old dtype; all else stays to the bit."""
+    start = jnp.asarray(np.random.default_rng(0).uniform(0.01, 1, (64, 64)), old)
+    options = {"in_8_bits": True} if make is adamw_8bit else {}
+    params, state = trained(make(1e-5, "fp8"), start, 5)
+    weights = masters(state, params)
+    params = weights.astype(new)
+    changed = state
+    for recipe in ("fp8,rounding=stochastic+nearest+root", "fp8"):
+        changed = convert(changed, params, recipe, **options)
+    assert not changed.remainder.any() and changed.remainder.dtype == jnp.int8
+    for kept in ("adam", "key", "skipped"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(changed, kept), getattr(state, kept))
+    np.testing.assert_allclose(exact(params, changed), weights, rtol=jnp.finfo(new).eps / 2)
+    make(1e-5, "fp8").update(jnp.ones_like(params), changed, params)
 
 
 @pytest.mark.parametrize(

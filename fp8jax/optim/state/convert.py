@@ -50,6 +50,9 @@ def convert(
     already keep their bits. New remainders are zero. New master weights are the weights, see `with_masters`.
     Step counts and all other states stay.
 
+    A state does not tell bfloat16 from float16 weights. After a cast from one to the other drop the remainders
+    first, by a recipe that rounds weights to nearest, as "fp8,rounding=stochastic+nearest+root".
+
     The state of `optax.adam` or `optax.adamw` becomes the one of this package's `adam` and `adamw`, with the
     moments and the number of steps, from which a schedule goes on.
 
