@@ -24,7 +24,7 @@ from fp8jax.optim import (
     with_dequantized,
 )
 from fp8jax.optim.step import fused
-from fp8jax.optim.step.codecs import decode_weight, encode_plain
+from fp8jax.optim.step.weight_rounding import decode_weight, encode_plain
 from fp8jax.quantization import nearest
 
 DTYPES = [jnp.bfloat16, jnp.float16]

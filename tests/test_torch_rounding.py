@@ -20,7 +20,7 @@ from torch import nn
 
 import fp8jax
 from fp8jax import Recipe, formats
-from fp8jax.optim.step.codecs import decode_weight
+from fp8jax.optim.step.weight_rounding import decode_weight
 from fp8jax.quantization import cast_stochastically
 from fp8jax.quantization.rounding import leaf_seeds, other_bits, random_bits
 

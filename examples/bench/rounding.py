@@ -36,7 +36,7 @@ from codes import decode, encode, through_coat
 
 import fp8jax
 from fp8jax import Recipe, formats
-from fp8jax.optim.step.codecs import decode_weight
+from fp8jax.optim.step.weight_rounding import decode_weight
 
 BETAS = ((0.9, 0.95), (0.95, 0.999), (0.9, 0.999))
 RATES = (1e-4, 1e-5, 1e-6)

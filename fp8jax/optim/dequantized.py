@@ -28,7 +28,8 @@ from fp8jax.optim.nnx_variables import filled, in_variables
 from fp8jax.optim.state import DequantizedState
 from fp8jax.optim.state.convert import check_roundings
 from fp8jax.optim.state.stored_formats import first_roundings
-from fp8jax.optim.step.codecs import decode_weight, encode_plain, encode_weight, fits, is_rounded, select
+from fp8jax.optim.step.codecs import select
+from fp8jax.optim.step.weight_rounding import decode_weight, encode_plain, encode_weight, fits, is_rounded
 from fp8jax.optim.transforms import takes_variables
 from fp8jax.platforms import any_of, with_auto_axes
 from fp8jax.quantization import (

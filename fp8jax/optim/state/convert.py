@@ -23,7 +23,8 @@ from fp8jax.optim.state.stored_formats import (
     stored_formats,
 )
 from fp8jax.optim.step import ParamState
-from fp8jax.optim.step.codecs import decode, decode_weight, encode_alone, name_of, zeros
+from fp8jax.optim.step.codecs import decode, encode_alone, name_of, zeros
+from fp8jax.optim.step.weight_rounding import decode_weight
 from fp8jax.optim.storage import Storage
 from fp8jax.quantization import format_of, is_scaled
 from fp8jax.recipe import Recipe
@@ -50,8 +51,8 @@ def convert(
     already keep their bits. New remainders are zero. New master weights are the weights, see `with_masters`.
     Step counts and all other states stay.
 
-    A state does not tell bfloat16 from float16 weights. After a cast from one to the other drop the remainders
-    first, by a recipe that rounds weights to nearest, as "fp8,rounding=stochastic+nearest+root".
+    A state does not tell bfloat16 from float16 weights. After a cast from one to the other drop the
+    remainders first, by a recipe that rounds weights to nearest, as "fp8,rounding=stochastic+nearest+root".
 
     The state of `optax.adam` or `optax.adamw` becomes the one of this package's `adam` and `adamw`, with the
     moments and the number of steps, from which a schedule goes on.

@@ -5,7 +5,7 @@
 - First moments are rounded stochastically, because an 8-bit moment that is rounded to nearest stops decaying
   before it is zero: `fp8jax/quantization/rounding.py`.
 - The rounding error of a weight is stored in one byte (kahan) and added at the next step, because a 16-bit
-  weight ignores updates below half of its last bit: `fp8jax/optim/step/codecs.py`.
+  weight ignores updates below half of its last bit: `fp8jax/optim/step/weight_rounding.py`.
 - Second moments are stored as their roots, because the squares of small gradients are 0 in FP16, and their
   updates then too large: `fp8jax/optim/storage/square_root.py`.
 """

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from optax import contrib
 
-from fp8jax.optim.step.codecs import decode, decode_weight
+from fp8jax.optim.step.codecs import decode
+from fp8jax.optim.step.weight_rounding import decode_weight
 from fp8jax.quantization import value
 
 
@@ -23,7 +24,7 @@ class ParamState(NamedTuple):
     nu: Any
     param: Any  # None without a learning rate
     master: Any  # None without a master weight
-    remainder: Any = None  # what rounding took from the weight, or from the master weight; see `codecs`
+    remainder: Any = None  # what rounding took from the weight or its master; see `weight_rounding`
     direction: Any = None  # Muon's, see `directions`; None for a parameter that Adam updates
 
 

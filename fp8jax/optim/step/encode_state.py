@@ -8,8 +8,9 @@ import jax.numpy as jnp
 from fp8jax.optim.guard.replace_update import ReplaceUpdate, spoilt_scale
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import AdamScalars, AdamStep, ParamState
-from fp8jax.optim.step.codecs import decode, encode_plain, encode_weight, is_rounded, scaled_part
+from fp8jax.optim.step.codecs import decode, scaled_part
 from fp8jax.optim.step.scales import STORED
+from fp8jax.optim.step.weight_rounding import encode_plain, encode_weight, is_rounded
 from fp8jax.quantization import is_scaled, value
 
 

@@ -14,7 +14,8 @@ from jax import lax
 
 from fp8jax.optim.step import codecs
 from fp8jax.optim.step.arithmetic import L2, AdamScalars, AdamStep, ParamState
-from fp8jax.optim.step.codecs import decode, fits, has_16_bits, scaled_part
+from fp8jax.optim.step.codecs import decode, scaled_part
+from fp8jax.optim.step.weight_rounding import fits, has_16_bits
 from fp8jax.quantization import (
     NO_TAG,
     ScaledArray,
