@@ -170,7 +170,7 @@ def save(run: train_gpt.Run, way: str, folder: pathlib.Path) -> None:
     trainer, options, begun = run.trainers[0], run.config, time.time()
     variables, state, losses, peak = train(run, way)
     held_out = corpus.windows(run.text.validation, options.batch, options.context, train_gpt.FINAL_BATCHES)
-    validate: Any = validator(trainer, (held_out, held_out), None, train_gpt.loss)
+    validate: Any = validator(trainer, (held_out, held_out), train_gpt.loss)
     bytes_of = bytes_per_parameter(variables, variables["params"], state)  # gradients are like weights
     about = facts(trainer, {**vars(options), "way": way}, begun, 0)
     model = {

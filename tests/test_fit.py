@@ -227,7 +227,7 @@ def test_a_validation_is_of_all_rows(alone):
     other = copy.copy(trainer)
     other.per_device = 6
     held_out = rows(6, seed=1), rows(9, seed=1)
-    validate = [validator(each, held_out, None, options["validation_loss"]) for each in (trainer, other)]
+    validate = [validator(each, held_out, options["validation_loss"]) for each in (trainer, other)]
     of_4, of_6 = (each(run.state, is_last=True) for each in validate)
     assert of_4 == pytest.approx(of_6, rel=1e-6)
     batch = jax.tree.map(lambda *rows: np.stack(rows), *held_out[1])
@@ -245,7 +245,7 @@ def test_a_validation_on_two_devices_is_of_the_rows_that_they_share(zero):
     state = trainer.init()
     for count, shared in ((9, 8), (7, 6)):
         held_out = rows(count, seed=1)
-        found = validator(trainer, (held_out, None), None, of_mean)(state)
+        found = validator(trainer, (held_out, None), of_mean)(state)
         kernel = np.asarray(state.variables["params"]["kernel"])
         x = np.stack([row["x"] for row in held_out[:shared]])
         assert found == pytest.approx(float(np.mean((x @ kernel) ** 2)), rel=1e-5)

@@ -125,7 +125,7 @@ def fit(
             for one in trainers:
                 checks.check_rows(one, examples)
             held_out = first, first if last is None else last
-            models = [Model(one, validator(one, held_out, None, validation_loss)) for one in trainers]
+            models = [Model(one, validator(one, held_out, validation_loss)) for one in trainers]
             now = RunMetadata(settings, checks.fingerprint([examples, first, last], found.data))
             checks.check_processes(now)
             run_folder.check_same(folder, found, now, fixed_options(type(options)))

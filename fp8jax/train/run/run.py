@@ -193,7 +193,6 @@ class Run:
 def validator(
     trainer: Trainer,
     sources: tuple[Source | None, Source | None],
-    transform: Callable[[Any], Any] | None,
     loss: Loss | None,
 ) -> Callable[..., float] | None:
     """A function of a state, the mean loss of the first source, or after the last step of the second.
@@ -210,20 +209,20 @@ def validator(
     if loss is None:
         return None
     evaluate, devices = trainer.evaluator(loss), trainer.placement.mesh.size
-    for count in (len(source) for source in sources if source is not None):
-        if count < devices:
-            raise ValueError(f"`validation` has {count} rows, fewer than the {devices} devices")
+    for name, source in zip(("validation", "final_validation"), sources, strict=True):
+        if source is not None and len(source) < devices:
+            raise ValueError(f"`{name}` has {len(source)} rows, fewer than the {devices} devices")
 
     def validate(state: RunState, *, is_last: bool = False, most: int | None = None) -> float:
         source: Any = sources[is_last]
         shared = len(source) // devices * devices
         rows = min(trainer.per_device * devices, shared)
-        with Loader(source, batch=rows, seed=0, shuffle=False, epochs=1, transform=transform) as batches:
+        with Loader(source, batch=rows, seed=0, shuffle=False, epochs=1) as batches:
             # One after the other: a queue of batches would take the memory of the next step.
             losses = [float(evaluate(state, batch)) for batch in itertools.islice(batches, most)]
         weights = [rows] * len(losses)
         if rest := shared % rows:
-            examples = Examples(source, transform)
+            examples = Examples(source, None)
             last = [examples[i] for i in range(shared - rest, shared)]
             losses.append(float(evaluate(state, jax.tree.map(lambda *leaves: np.stack(leaves), *last))))
             weights.append(rest)
