@@ -1,17 +1,17 @@
 """`ScaledArray`: codes and their scale as one pytree node."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import lax
 from jaxtyping import Array, Float
 
 from fp8jax.formats import ALL, E4M3, E8M0, Format
+from fp8jax.quantization.exported import stored_by_export
 from fp8jax.quantization.packed import PackedE2M1
 from fp8jax.quantization.rounding import from_bytes, to_bytes
 
@@ -81,12 +81,7 @@ def _equality(name: str) -> Callable[..., Any]:
     return method
 
 
-@functools.partial(
-    export.register_pytree_node_serialization,
-    serialized_name="fp8jax.ScaledArray",
-    serialize_auxdata=lambda aux: b"",
-    deserialize_auxdata=lambda aux: None,
-)
+@stored_by_export
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScaledArray:

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from fp8jax.quantization.array import ScaledArray, expand, is_scaled
+from fp8jax.quantization.exported import stored_by_export
 from fp8jax.quantization.scales import MIN_SCALE
 
 # The scale of a gradient that lost its tag, in an optimizer. On it zeros are zeros, and any other code makes
@@ -40,6 +41,7 @@ class ShowsRemedy(type):
         return cls.remedy
 
 
+@stored_by_export
 @jax.tree_util.register_pytree_with_keys_class
 class ScaledGradient(ScaledArray, metaclass=ShowsRemedy):
     """A quantized weight gradient, `value = data * scale`.

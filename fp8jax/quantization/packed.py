@@ -14,12 +14,14 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8, UInt32
 
 from fp8jax.formats import E2M1
+from fp8jax.quantization.exported import stored_by_export
 from fp8jax.quantization.rounding import codes_by_bits, stochastic_codes
 
 # The named scope of the conversion of codes to floats: bytes do not tell their format.
 DECODED = "e2m1"
 
 
+@stored_by_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedE2M1:

@@ -20,12 +20,14 @@ from jax import lax
 
 from fp8jax.platforms import is_at_hand
 from fp8jax.quantization import ScaledArray, bits_of, is_scaled, to_bits
+from fp8jax.quantization.exported import stored_by_export
 from fp8jax.quantization.gradient import ShowsRemedy
 
 # Factors, sums, clips and casts of updates change it: it is above 16-bit codes, and small sums show in it.
 _TAG = np.float32(2**22 - 0.5)
 
 
+@stored_by_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplaceUpdate(metaclass=ShowsRemedy):

@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fp8jax.quantization.exported import tuple_stored_by_export
 
+
+@tuple_stored_by_export
 class AdamState(NamedTuple):
     """State of `adam`, `adamw`, `adamw_8bit` and `scale_by_adam`.
 
@@ -25,6 +28,7 @@ class AdamState(NamedTuple):
     key: Any = None  # shape=(2,), uint32: of a recipe that rounds stochastically
 
 
+@tuple_stored_by_export
 class DequantizedState(NamedTuple):
     """State of `with_dequantized`. The last three fields are None where no weight is rounded at random."""
 

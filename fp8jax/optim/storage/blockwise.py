@@ -30,6 +30,7 @@ from jax import lax
 
 from fp8jax.optim.storage.base import Storage
 from fp8jax.quantization import is_scaled
+from fp8jax.quantization.exported import stored_by_export
 
 BLOCK = 256  # entries that share an absmax
 
@@ -63,6 +64,7 @@ def dynamic_map(signed: bool) -> np.ndarray[Any, Any]:
     return np.sort(np.concatenate(values))
 
 
+@stored_by_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blockwise(Storage):

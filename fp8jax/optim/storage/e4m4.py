@@ -11,8 +11,10 @@ from jax import lax
 from fp8jax.formats import E4M4
 from fp8jax.optim.storage.base import GROUP, Storage, exponents_of, first_exponents, per_entry, power_of_two
 from fp8jax.quantization import is_scaled, stochastic_codes
+from fp8jax.quantization.exported import stored_by_export
 
 
+@stored_by_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class RootE4M4(Storage):

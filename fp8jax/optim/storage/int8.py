@@ -9,10 +9,12 @@ import numpy as np
 
 from fp8jax.optim.storage.base import GROUP, Storage, exponents_of, first_exponents, per_entry, power_of_two
 from fp8jax.quantization import is_scaled
+from fp8jax.quantization.exported import stored_by_export
 
 _MAX = 127
 
 
+@stored_by_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LinearInt8(Storage):

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from fp8jax import formats
 from fp8jax.optim.storage.base import Storage, encode_scaled, scaled_zeros
 from fp8jax.quantization import ScaledArray, value
+from fp8jax.quantization.exported import stored_by_export
 
 
+@stored_by_export
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Root(Storage):
