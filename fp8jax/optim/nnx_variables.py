@@ -1,6 +1,7 @@
-"""Wrapping and unwrapping of `nnx.Variable`s in optimizer trees.
+"""Wrapping and unwrapping of `nnx.Variable`s, and of Linen's boxes of axis names, in optimizer trees.
 
-A variable is recognized by its methods, because this package does not import flax.
+A variable and a box are recognized by their methods, because this package does not import flax. A step takes
+the values of variables. A box stays around its parameter in the step, and is around the codes in a state.
 """
 
 import dataclasses
@@ -14,24 +15,26 @@ from fp8jax.quantization import ScaledArray, is_scaled
 
 
 def with_variables_inside(tree: Any) -> Any:
-    """Moves each `nnx.Variable` inside its `ScaledArray` or `Storage`, around the codes, and removes those
-    of None.
+    """Moves each `nnx.Variable` and box inside its `ScaledArray` or `Storage`, around the codes, and removes
+    variables of None.
 
     `nnx.Optimizer` calls `init` with variables and `update` with their values. It then writes the new state
     back array by array, so each array needs a variable. A mapping has no key for a parameter without an
-    array.
+    array. The names of axes in a box are those of the codes: by a box around a `ScaledArray`,
+    `nn.get_partition_spec` would shard its scale, too.
     """
 
     def turned(node: Any) -> Any:
-        raw = node.get_raw_value() if _is_variable(node) else None
+        raw, wrap = _opened(node)
         if isinstance(raw, ScaledArray):
-            return ScaledArray(node.replace(raw.data), raw.scale)
+            return ScaledArray(wrap(raw.data), raw.scale)
         if isinstance(raw, Storage):
             codes = dataclasses.fields(raw)[0].name
-            return dataclasses.replace(raw, **{codes: turned(node.replace(getattr(raw, codes)))})
+            return dataclasses.replace(raw, **{codes: turned(wrap(getattr(raw, codes)))})
         return node
 
-    return jax.tree.map(turned, _without_empty(tree), is_leaf=_is_variable)
+    is_leaf = lambda node: _is_variable(node) or _is_box(node)  # noqa: E731
+    return jax.tree.map(turned, _without_empty(tree), is_leaf=is_leaf)
 
 
 def _without_empty(tree: Any, parent: Any = None) -> Any:
@@ -60,13 +63,39 @@ def _is_variable(node: Any) -> bool:
     return hasattr(node, "get_raw_value")
 
 
+def _is_box(node: Any) -> bool:
+    return hasattr(node, "replace_boxed")
+
+
+def _opened(node: Any) -> tuple[Any, Any]:
+    """What is in a variable or a box, and the function that puts something else there."""
+    if _is_variable(node):
+        return node.get_raw_value(), node.replace
+    if _is_box(node):
+        return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0], node.replace_boxed
+    return None, None
+
+
+def _is_stored(node: Any) -> bool:
+    return is_scaled(node) or isinstance(node, Storage)
+
+
+def _box_in(node: Any) -> Any:
+    """The box around the codes of a `ScaledArray` or `Storage`; None if there is none."""
+    inside = jax.tree.leaves(node, is_leaf=_is_box)[:1] if _is_stored(node) else []
+    return inside[0] if any(map(_is_box, inside)) else None
+
+
 def without_variables(tree: Any) -> Any:
-    """The tree with each `nnx.Variable` replaced by its value."""
+    """The tree with each `nnx.Variable` replaced by its value, and each box around its whole array."""
 
     def opened(node: Any) -> Any:
+        if (box := _box_in(node)) is not None:
+            codes, put = _opened(box)
+            return put(jax.tree.map(lambda x: codes if x is box else x, node, is_leaf=_is_box))
         return node.get_raw_value() if _is_variable(node) else node
 
-    return jax.tree.map(opened, tree, is_leaf=_is_variable)
+    return jax.tree.map(opened, tree, is_leaf=lambda node: _is_variable(node) or _box_in(node) is not None)
 
 
 def filled(tree: Any, like: Any, parent: Any = None) -> Any:
@@ -84,9 +113,13 @@ def in_variables(boxes: Any, tree: Any) -> Any:
     """The inverse of `without_variables` and `filled`: `tree` with its leaves in the variables of `boxes`."""
 
     def is_place(node: Any) -> bool:
-        return node is None or _is_variable(node) or (is_scaled(node) and not _is_variable(node.data))
+        if node is None or _is_variable(node) or _box_in(node) is not None:
+            return True
+        return is_scaled(node) and not _is_variable(node.data)
 
     def put(box: Any, node: Any) -> Any:
+        if _box_in(box) is not None:
+            return with_variables_inside(node)
         return box.replace(node) if _is_variable(box) else node
 
     return jax.tree.map(put, boxes, _with_keys_of(boxes, tree), is_leaf=is_place)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, PyTree
 
+from fp8jax.optim.nnx_variables import without_variables
 from fp8jax.optim.state import is_adam_state, is_masked
 from fp8jax.optim.step.weight_rounding import decode_weight
 from fp8jax.optim.storage import Storage
@@ -70,7 +71,7 @@ class StoredParam(NamedTuple):
 
 def stored_params(params: PyTree, opt_state: PyTree) -> list[StoredParam]:
     """The stored arrays of each parameter: the weight alone, unless one state of Adam has the parameter."""
-    leaves = jax.tree.leaves(params, is_leaf=is_scaled)
+    leaves, opt_state = jax.tree.leaves(params, is_leaf=is_scaled), without_variables(opt_state)
 
     def parts(tree: PyTree) -> list[Any]:
         nodes, treedef = jax.tree.flatten(tree, is_leaf=_is_stored)
