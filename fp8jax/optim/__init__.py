@@ -20,6 +20,7 @@ from fp8jax.optim.state import moments as moments
 from fp8jax.optim.state import skipped as skipped
 from fp8jax.optim.state.convert import convert as convert
 from fp8jax.optim.state.convert import masters as masters
+from fp8jax.optim.state.shardings import shardings as shardings
 from fp8jax.optim.state.stored_formats import with_masters as with_masters
 from fp8jax.optim.storage import Blockwise as Blockwise
 from fp8jax.optim.transforms import clip_by_global_norm as clip_by_global_norm

@@ -33,8 +33,7 @@ def with_variables_inside(tree: Any) -> Any:
             return dataclasses.replace(raw, **{codes: turned(wrap(getattr(raw, codes)))})
         return node
 
-    is_leaf = lambda node: _is_variable(node) or _is_box(node)  # noqa: E731
-    return jax.tree.map(turned, _without_empty(tree), is_leaf=is_leaf)
+    return jax.tree.map(turned, _without_empty(tree), is_leaf=is_wrapper)
 
 
 def _without_empty(tree: Any, parent: Any = None) -> Any:
@@ -65,6 +64,11 @@ def _is_variable(node: Any) -> bool:
 
 def _is_box(node: Any) -> bool:
     return hasattr(node, "replace_boxed")
+
+
+def is_wrapper(node: Any) -> bool:
+    """Whether a tree node is an `nnx.Variable` or a box."""
+    return _is_variable(node) or _is_box(node)
 
 
 def _opened(node: Any) -> tuple[Any, Any]:
