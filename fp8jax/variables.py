@@ -43,6 +43,6 @@ def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> lis
     return [(jax.tree_util.keystr(path, simple=True, separator="/"), leaf) for path, leaf in found]
 
 
-def with_collections(variables: Any, new: Mapping[str, Any]) -> Any:
+def with_collections(variables: Any, new: dict[str, Any]) -> Any:
     """The variables with new collections: a dict, a `FrozenDict` or another mapping as before."""
     return variables | new if isinstance(variables, dict) else type(variables)({**variables, **new})

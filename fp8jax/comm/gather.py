@@ -37,7 +37,7 @@ def all_gather(
     """
     if floats not in ("FP32", "FP8"):
         raise ValueError(f"`floats`: expected FP32 or FP8; got {floats!r}.")
-    axis_name = checked_axes(axis_name)
+    names = checked_axes(axis_name)
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_scaled)
     for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=is_scaled):
         if floats == "FP8":
@@ -51,17 +51,15 @@ def all_gather(
     in_fp8 = [i for i, leaf in enumerate(leaves) if is_scaled(leaf) or floats == "FP8"]
     shared = [i for i in in_fp8 if not is_scaled(leaves[i]) or not has_blocks_along(leaves[i].scale, axis)]
     new = {
-        i: lax.all_gather(x, axis_name, axis=axis, tiled=True)
-        for i, x in enumerate(leaves)
-        if i not in in_fp8
+        i: lax.all_gather(x, names, axis=axis, tiled=True) for i, x in enumerate(leaves) if i not in in_fp8
     }
     codes = {i: leaves[i] for i in in_fp8}
     if shared:
-        codes |= zip(shared, buckets.on_common_scales([leaves[i] for i in shared], axis_name), strict=True)
-    whole = whole_from_parts(list(codes.values()), [axis] * len(codes), axis_name)
+        codes |= zip(shared, buckets.on_common_scales([leaves[i] for i in shared], names), strict=True)
+    whole = whole_from_parts(list(codes.values()), [axis] * len(codes), names)
     for i, q in zip(codes, whole, strict=True):
         if i not in shared:
-            scale = lax.all_gather(q.scale, axis_name, axis=axis, tiled=True)
+            scale = lax.all_gather(q.scale, names, axis=axis, tiled=True)
             q = ScaledArray(q.data, scale)
         is_codes = is_scaled(leaves[i])
         new[i] = like_gradient(leaves[i], q, True) if is_codes else q.dequantize(leaves[i].dtype)

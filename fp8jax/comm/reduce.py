@@ -108,7 +108,7 @@ def reduce_scatter(
 
 def _reduce(
     grads: Any,
-    axis_name: str | Sequence[str],
+    axis_name: Any,
     recipe: Recipe | str | None,
     axis: int | None,
     op: str,
