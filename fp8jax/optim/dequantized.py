@@ -24,13 +24,13 @@ from fp8jax.optim.checks import (
 )
 from fp8jax.optim.guard.lost_tags import check_finite_scales, check_tags, spoilt_updates
 from fp8jax.optim.guard.replace_update import ReplaceUpdate
-from fp8jax.optim.nnx_variables import filled, in_variables
 from fp8jax.optim.state import DequantizedState
 from fp8jax.optim.state.convert import check_roundings
 from fp8jax.optim.state.stored_formats import first_roundings
 from fp8jax.optim.step.codecs import select
 from fp8jax.optim.step.weight_rounding import decode_weight, encode_plain, encode_weight, fits, is_rounded
 from fp8jax.optim.transforms import takes_variables
+from fp8jax.optim.wrappers import filled, in_variables
 from fp8jax.platforms import any_of, with_auto_axes
 from fp8jax.quantization import (
     amax,

@@ -13,7 +13,6 @@ from fp8jax.comm import Zero
 from fp8jax.optim import checks
 from fp8jax.optim.guard.lost_tags import check_finite_scales, check_tags
 from fp8jax.optim.muon_matrices import Muon, matrices_of, spread, warn_of_stacks
-from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState
 from fp8jax.optim.state.convert import check_formats
 from fp8jax.optim.state.stored_formats import first_key, first_state
@@ -33,6 +32,7 @@ from fp8jax.optim.step import (
 )
 from fp8jax.optim.storage import Storage
 from fp8jax.optim.transforms import plain_mask, takes_variables
+from fp8jax.optim.wrappers import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.platforms import with_auto_axes
 from fp8jax.quantization import (
     is_scaled,

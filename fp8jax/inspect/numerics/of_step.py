@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, PyTree
 
-from fp8jax.optim.nnx_variables import without_variables
 from fp8jax.optim.state import is_adam_state, is_masked
 from fp8jax.optim.step.weight_rounding import decode_weight
 from fp8jax.optim.storage import Storage
+from fp8jax.optim.wrappers import without_variables
 from fp8jax.quantization import is_scaled, plain, value
 from fp8jax.rewrite import names_of
 from fp8jax.variables import params_of

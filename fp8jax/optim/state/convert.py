@@ -9,7 +9,6 @@ import optax
 from fp8jax import formats
 from fp8jax.comm import Zero
 from fp8jax.optim import checks
-from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import AdamState, DequantizedState, is_masked, is_ours
 from fp8jax.optim.state.stored_formats import (
     NONE,
@@ -26,6 +25,7 @@ from fp8jax.optim.step import ParamState
 from fp8jax.optim.step.codecs import decode, encode_alone, name_of, zeros
 from fp8jax.optim.step.weight_rounding import decode_weight
 from fp8jax.optim.storage import Storage
+from fp8jax.optim.wrappers import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.quantization import format_of, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax.optim.nnx_variables import is_wrapper
 from fp8jax.optim.storage import Storage
+from fp8jax.optim.wrappers import is_wrapper
 from fp8jax.quantization import is_scaled
 from fp8jax.variables import params_of
 

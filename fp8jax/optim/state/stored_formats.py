@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from fp8jax import formats
-from fp8jax.optim.nnx_variables import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.optim.state import is_adam_state, is_masked
 from fp8jax.optim.step.codecs import zeros
 from fp8jax.optim.step.weight_rounding import is_rounded
 from fp8jax.optim.storage import Blockwise, LinearInt8
 from fp8jax.optim.storage.base import scaled_zeros
+from fp8jax.optim.wrappers import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.quantization import format_of, is_scaled, quantize, value
 from fp8jax.recipe import Recipe
 from fp8jax.variables import PARAMS, has_params
