@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import optax
 
@@ -51,8 +52,8 @@ def convert(
     already keep their bits. New remainders are zero. New master weights are the weights, see `with_masters`.
     Step counts and all other states stay.
 
-    A state does not tell bfloat16 from float16 weights. After a cast from one to the other drop the
-    remainders first, by a recipe that rounds weights to nearest, as "fp8,rounding=stochastic+nearest+root".
+    A state does not tell bfloat16 from float16 weights. After a cast from one to the other first drop the
+    remainders, by a recipe that rounds weights to nearest, as "fp8,rounding=stochastic+nearest+root".
 
     The state of `optax.adam` or `optax.adamw` becomes the one of this package's `adam` and `adamw`, with the
     moments and the number of steps, from which a schedule goes on.
@@ -83,16 +84,15 @@ def convert(
     def rebuild(node: Any) -> Any:
         node = _of_optax(node) if _is_of_optax(node) else node
         if _is_injected(node):
-            node = _without_eps_root(node)
-            return node._replace(inner_state=jax.tree.map(rebuild, node.inner_state, is_leaf=is_leaf))
+            inner = jax.tree.map(rebuild, node.inner_state, is_leaf=_is_known)
+            return node._replace(inner_state=inner, hyperparams=_without_eps_root(node.hyperparams))
         if isinstance(node, DequantizedState):
             return _converted_roundings(node, params, row, seed)
         if isinstance(node, AdamState):
             return _converted(node, params, row or Recipe.O3, seed, zero, in_8_bits)
         return node
 
-    is_leaf = lambda node: _is_known(node) or _is_injected(node)  # noqa: E731
-    return jax.tree.map(rebuild, state, is_leaf=is_leaf)
+    return jax.tree.map(rebuild, state, is_leaf=_is_known)
 
 
 def masters(state: Any, params: Any) -> Any:
@@ -168,7 +168,7 @@ def check_roundings(leaves: list[Any], remainders: list[Any], key: Any, recipe: 
 
 
 def _is_known(node: Any) -> bool:
-    return is_ours(node) or _is_of_optax(node)
+    return is_ours(node) or _is_of_optax(node) or _is_injected(node)
 
 
 def _is_of_optax(node: Any) -> bool:
@@ -182,21 +182,20 @@ def _is_of_optax(node: Any) -> bool:
 
 def _is_injected(node: Any) -> bool:
     """Whether a node is the state of `optax.inject_hyperparams` around an Adam of optax."""
-    return hasattr(node, "hyperparams") and any(
-        map(_is_of_optax, jax.tree.leaves(node.inner_state, is_leaf=_is_of_optax))
-    )
+    inner = jax.tree.leaves(getattr(node, "inner_state", ()), is_leaf=_is_of_optax)
+    return hasattr(node, "hyperparams") and any(map(_is_of_optax, inner))
 
 
-def _without_eps_root(state: Any) -> Any:
-    """The state without a hyperparameter that this package's optimizers do not have."""
-    numbers = dict(state.hyperparams)
-    eps_root = numbers.pop("eps_root", 0)
+def _without_eps_root(hyperparams: Any) -> dict[str, Any]:
+    """The hyperparameters without one that this package's optimizers do not have."""
+    others = dict(hyperparams)
+    eps_root = others.pop("eps_root", 0)
     if not isinstance(eps_root, jax.core.Tracer) and eps_root != 0:
         raise ValueError(
             f"`state`: expected the hyperparameter eps_root=0; got {eps_root:g}, which fp8jax.optim "
             "does not have. Set it to 0 in `state.hyperparams`, or begin a new state with `init`."
         )
-    return state._replace(hyperparams=numbers)
+    return others
 
 
 def _of_optax(state: Any) -> AdamState:
