@@ -192,8 +192,7 @@ def _without_eps_root(hyperparams: Any) -> dict[str, Any]:
     eps_root = others.pop("eps_root", 0)
     if not isinstance(eps_root, jax.core.Tracer) and eps_root != 0:
         raise ValueError(
-            f"`state`: expected the hyperparameter eps_root=0; got {eps_root:g}, which fp8jax.optim "
-            "does not have. Set it to 0 in `state.hyperparams`, or begin a new state with `init`."
+            f"`state`: expected the hyperparameter eps_root=0; got {eps_root:g}. Set it to 0, or call `init`."
         )
     return others
 
