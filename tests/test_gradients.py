@@ -1,6 +1,7 @@
 """Variables through a step: gradients in their format, state replaced, weights requantized."""
 
 import collections
+import re
 
 import flax.linen as nn
 import gradients_apart
@@ -540,3 +541,71 @@ def test_stop_gradient_of_one_use():
     got, want = (grads["layer"]["kernel"] for grads in (got, want))
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert jnp.all(jnp.any(got.data != 0, axis=(1, 2)))
+
+
+def of_examples(model, way):
+    """A loss of the examples of `X`, as one batch, or under one or two `jax.vmap`s."""
+
+    def loss(variables, x):
+        apply = lambda x: model.apply(variables, x)  # noqa: E731
+        parts = x.reshape(2, -1, 4, x.shape[-1])
+        if way == "two vmaps":
+            out = jax.vmap(jax.vmap(apply), in_axes=1, out_axes=1)(parts)
+        elif way == "a vmap in a scan":
+            out = jax.lax.scan(lambda _, x: (None, jax.vmap(jax.jit(apply))(x)), None, parts)[1]
+        elif way == "a vmap":
+            out = jax.vmap(apply)(x.reshape(-1, 4, x.shape[-1]))
+        else:
+            out = apply(x)
+        return jnp.mean((out - 0.3) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("way", ["a vmap", "two vmaps", "a vmap in a scan"])
+@pytest.mark.parametrize("recipe", ["te", "fp8"])
+def test_vmap_of_a_model(recipe, way):
+    """The weights stay quantized, their gradients are FP8, and the states are those of the whole batch."""
+    model = fp8jax.transform(MLP(), f"{recipe},amax_history_len=4")
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    whole, mapped = (jax.jit(fp8jax.value_and_grad(of_examples(model, each))) for each in ("whole", way))
+    for _ in range(2):
+        loss, wanted, new = whole(variables, X)
+        got, grads, states = mapped(variables, X)
+        np.testing.assert_allclose(got, loss, rtol=1e-6)
+        assert jax.tree.structure(grads) == jax.tree.structure(wanted)
+        for one, other in zip(*(jax.tree.leaves(g, is_leaf=is_scaled) for g in (grads, wanted)), strict=True):
+            np.testing.assert_allclose(value(one), value(other), atol=0.02 * float(abs(value(other)).max()))
+        states, variables = states["_overwrite_with_gradient"], new
+        jax.tree.map(np.testing.assert_array_equal, states, new["_overwrite_with_gradient"])
+
+
+def test_vmap_of_a_model_over_devices():
+    """A gradient is sent once, in bytes, not for each example."""
+    model = fp8jax.transform(MLP(), "fp8,amax_history_len=4")
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    zero = fp8jax.comm.Zero(mesh, "fp8", stage=2)
+    sent = []
+    for way in ("whole", "a vmap"):
+        step = jax.jit(fp8jax.value_and_grad(of_examples(model, way), zero=zero))
+        text = step.lower(zero.place(variables), X).as_text()
+        sent.append(sum(int(size) for size in re.findall(r"all_to_all.*-> tensor<2x(\d+)xui8>", text)))
+    assert sent[0] == sent[1] > 0
+
+
+def test_axis_names_of_a_vmap_of_a_model():
+    """Collectives of the model see the axis, and sharding constraints the mesh axis of `spmd_axis_name`."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, P(None, None))
+
+    def fn(params, x):
+        y = jax.lax.with_sharding_constraint(x @ params["w"], sharding)
+        return y - jax.lax.pmean(y, "examples")
+
+    model = fp8jax.transform(fn, "current")
+    mapped = jax.vmap(model.apply, (None, 0), axis_name="examples", spmd_axis_name="data")
+    step = jax.jit(fp8jax.value_and_grad(lambda params, x: jnp.mean(mapped(params, x) ** 2)))
+    params, x = {"w": jnp.eye(X.shape[-1])}, X.reshape(4, -1, X.shape[-1])
+    np.testing.assert_allclose(step(params, x)[0], jnp.mean((x - x.mean(0, keepdims=True)) ** 2), rtol=0.1)
+    assert '[{"data"}, {}, {}]' in step.lower(params, x).as_text()

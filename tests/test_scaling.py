@@ -292,6 +292,16 @@ def test_a_state_shared_by_the_examples_of_a_vmap_merges_by_max():
     np.testing.assert_array_equal(new_state(loss, STATE), [8, 9])
 
 
+def test_a_state_shared_under_two_vmaps_merges_by_max():
+    seen = jnp.float32([[[1, 9], [8, 2]], [[3, 3], [4, 4]]])
+
+    def loss(state):
+        of_one = lambda seen: use(1.0 + 0 * seen[0], broadcast_under_vmap(state, seen), seen)  # noqa: E731
+        return jnp.sum(jax.vmap(jax.vmap(of_one))(seen))
+
+    np.testing.assert_array_equal(new_state(loss, STATE), [8, 9])
+
+
 def test_state_of_scanned_layers_under_checkpoint():
     """There is a state for each layer."""
     states, seen = jnp.float32([[1, 2], [3, 4]]), jnp.float32([[10, 20], [30, 40]])

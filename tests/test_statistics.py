@@ -392,15 +392,23 @@ def test_rules_and_errors():
 
 
 def test_a_vmap_of_a_transformed_model():
-    """It hides the model's layers; a vmap inside of the model does not."""
+    """Rows are those of a loop over the examples; a vmap over parameters hides the model's layers."""
     params = variables()["params"]
     fn = lambda p, x: x @ p["up"]["kernel"]  # noqa: E731
     over_examples = lambda fn: jax.vmap(fn, in_axes=(None, 0))  # noqa: E731
-    outside = over_examples(fp8jax.transform(fn, "current"))
+    model = fp8jax.transform(fn, "current")
     inside = fp8jax.transform(over_examples(fn), "current")
-    x = X.reshape(2, 48, 64)
+    x, stacked = X.reshape(2, 48, 64), jax.tree.map(lambda w: jnp.stack([w, w]), params)
     with pytest.raises(ValueError, match="put the vmap into the function that you transform"):
-        fp8jax.statistics(lambda p, x: mean_square(outside(p, x)), "current")(params, x)
+        fp8jax.statistics(lambda p, x: mean_square(jax.vmap(model)(p, x)), "current")(stacked, x)
+    rows, each = (
+        fp8jax.statistics(lambda p, x: mean_square(of_batch(p, x)), "current")(params, x).rows  # noqa: B023
+        for of_batch in (over_examples(model), lambda p, x: jnp.stack([model(p, one) for one in x]))
+    )
+    assert [(row.layer, row.operand) for row in rows] == [(row.layer, row.operand) for row in each]
+    for name in ("amax", "underflow", "sqnr", "outliers"):
+        got, wanted = ([getattr(row, name) for row in some] for some in (rows, each))
+        np.testing.assert_allclose(got, wanted, rtol=1e-3)
     assert fp8jax.statistics(lambda p, x: mean_square(inside(p, x)), "current")(params, x).rows
     assert fp8jax.statistics(lambda p, x: mean_square(over_examples(fn)(p, x)), "current")(params, x).rows
 

@@ -80,7 +80,8 @@ class ShardContext:
         if self.zero is None or axis is None:
             return GradSharding()
         kernel = None if uses is None else uses.kernel
-        if uses is None or kernel is None or not kernel.is_stacked_in_front:
+        # Under a `jax.vmap` a dot's backward would send the gradient of each example.
+        if uses is None or uses.is_batched or kernel is None or not kernel.is_stacked_in_front:
             return GradSharding(axis)
         # A kernel with other uses is gathered once, not by its dot.
         in_dots_only = uses.dots > 0 and not uses.others

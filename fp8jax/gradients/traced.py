@@ -3,8 +3,9 @@
 The loss sees arrays in the parameters' original dtypes.
 
 The gradient of an FP8 dot's kernel is E4M3 codes and a scale. With one FP8 dot and no other use of the
-kernel, both are the cotangent of a `GradSlot`. The gradients of a kernel with other uses (a second dot, or
-weight decay in the loss) are summed in float32 and quantized afterwards.
+kernel, both are the cotangent of a `GradSlot`. The gradients of a kernel with other uses (a second dot,
+weight decay in the loss, or the examples of a `jax.vmap` of the model) are summed in float32 and quantized
+afterwards.
 """
 
 import dataclasses
@@ -135,7 +136,8 @@ class _Param(NamedTuple):
 def _is_alone(uses: Any, blocks: tuple[int, ...]) -> bool:
     """Whether one dot computes the whole gradient, with all of its scales."""
     scales = math.prod(uses.kernel.layers) * max(uses.kernel.groups, 1)
-    return uses.dots == 1 and not uses.others and not uses.is_shared and math.prod(blocks) == scales
+    is_once = uses.dots == 1 and not uses.others and not uses.is_shared and not uses.is_batched
+    return is_once and math.prod(blocks) == scales
 
 
 def in_blocks(grad: Any, blocks: tuple[int, ...], shard: Any) -> ScaledArray:

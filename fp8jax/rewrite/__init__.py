@@ -9,6 +9,8 @@ product a recipe. `evaluate` runs the jaxpr with those dot products in FP8. The 
 arrays.
 """
 
+from fp8jax.rewrite.call import has_plain_parameters as has_plain_parameters
+from fp8jax.rewrite.call import plain_parameters as plain_parameters
 from fp8jax.rewrite.choose import SMALLEST as SMALLEST
 from fp8jax.rewrite.function import FunctionModel as FunctionModel
 from fp8jax.rewrite.function import check_like as check_like
@@ -32,6 +34,4 @@ from fp8jax.rewrite.rules import Rule as Rule
 from fp8jax.rewrite.traced_function import Annotations as Annotations
 from fp8jax.rewrite.traced_function import Settings as Settings
 from fp8jax.rewrite.traced_function import StaticTree as StaticTree
-from fp8jax.rewrite.traced_function import has_plain_parameters as has_plain_parameters
 from fp8jax.rewrite.traced_function import live_jaxpr as live_jaxpr
-from fp8jax.rewrite.traced_function import plain_parameters as plain_parameters

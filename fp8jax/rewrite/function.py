@@ -23,11 +23,12 @@ from fp8jax import backends, loss_scale, scaling
 from fp8jax.quantization import is_scaled, own_value, quantize_like, refuse_dicts
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.cache import Programs, contents_of
+from fp8jax.rewrite.call import call
 from fp8jax.rewrite.interpreter.param_view import aval_of, can_be_kernel, is_array, names_of
 from fp8jax.rewrite.patterns import layer_names
 from fp8jax.rewrite.plan import DotState, Kernel, PlannedDot
 from fp8jax.rewrite.report import Report, check_share, warn_of_none
-from fp8jax.rewrite.traced_function import Annotations, Settings, StaticTree, TracedFunction, call, trace
+from fp8jax.rewrite.traced_function import Annotations, Settings, StaticTree, TracedFunction, trace
 from fp8jax.variables import FROZEN, LOSS_SCALE, OURS, PARAMS, SCALING, has_params
 
 

@@ -1,34 +1,24 @@
-"""Tracing a function to a `TracedFunction`: its jaxpr, the plan of its FP8 dot products and its report.
-
-`call` makes a call of a program one equation of a loss's jaxpr: `fp8jax.value_and_grad` traces a loss with
-plain parameters, then evaluates the jaxpr with the stored kernels, which reach the function's dot products
-through this equation. JAX's own transformations of this equation in the loss (`jax.grad`, `jax.vmap`)
-transform the evaluated program.
-"""
+"""Tracing a function to a `TracedFunction`: its jaxpr, the plan of its FP8 dot products and its report."""
 
 import collections
 import contextlib
-import contextvars
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
 import jax.extend.core as jex
 import jax.numpy as jnp
-from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fp8jax.dot import Weight, with_state
-from fp8jax.platforms import jvp_of
 from fp8jax.quantization import checked_parameter, is_scaled
 from fp8jax.recipe import Recipe
 from fp8jax.rewrite.choose import choose, layer_of
 from fp8jax.rewrite.interpreter.dots import Dot
 from fp8jax.rewrite.interpreter.evaluate import evaluate
-from fp8jax.rewrite.interpreter.find import PROGRAM, FoundDots, find_dots
+from fp8jax.rewrite.interpreter.find import FoundDots, find_dots
 from fp8jax.rewrite.interpreter.param_view import (
     ParamView,
     Tracked,
@@ -133,7 +123,12 @@ class TracedFunction:
         return {path: tuple(aval.shape) for path, aval in pairs if can_be_kernel(aval)}
 
     def run(
-        self, leaves: list[Any], states: Mapping[Any, DotState], arrays: list[Any], consts: list[Any]
+        self,
+        leaves: list[Any],
+        states: Mapping[Any, DotState],
+        arrays: list[Any],
+        consts: list[Any],
+        batched: Sequence[tuple[Any, Any]] = (),
     ) -> list[Any]:
         """The outputs.
 
@@ -142,7 +137,20 @@ class TracedFunction:
             states: states by key, see `PlannedDot`.
             arrays: the other inputs.
             consts: constants of the jaxpr.
+            batched: the `jax.vmap`s of the call, the innermost first: the mapped axes of all operands, of
+                which those of arrays and constants are the last, and JAX's data of the axis.
         """
+
+        def run(*inputs: Any) -> list[Any]:
+            return self._run(leaves, states, inputs[: len(arrays)], inputs[len(arrays) :])
+
+        inputs = (*arrays, *consts)
+        for dims, axis in batched:
+            run = vmapped(run, dims[-len(inputs) :], axis)
+        return run(*inputs)
+
+    def _run(self, leaves: list[Any], states: Mapping[Any, DotState], arrays: Any, consts: Any) -> list[Any]:
+        """The outputs, see `run`."""
         leaves, states = self._checked(leaves, states)
         pairs = zip(leaves, self.paths, strict=True)
         ins = [
@@ -173,6 +181,12 @@ class TracedFunction:
         others, plugins = with_state((others, plugins), kernels, state)
         leaves = [others.get(i, leaf) for i, leaf in enumerate(leaves)]
         return leaves, {key: state._replace(plugin=plugins[key]) for key, state in states.items()}
+
+
+def vmapped(function: Callable[..., Any], dims: tuple[Any, ...], axis: Any) -> Callable[..., Any]:
+    """`jax.vmap` of a function; `axis` is JAX's data of the axis."""
+    names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
+    return jax.vmap(function, in_axes=dims, axis_size=axis.size, **names)
 
 
 def live_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[jex.Jaxpr, list[Any], Any]:
@@ -274,59 +288,3 @@ def _is_like(dot: Dot, other: Dot) -> bool:
     """Whether two dot products of a kernel take the same adapters."""
     lengths = [[length for _, length in each.loops] for each in (dot, other)]
     return dot.is_matrix and dot.gemm[1:] == other.gemm[1:] and lengths[0] == lengths[1]
-
-
-# The primitive of calls ##########################################################################
-
-_are_plain = contextvars.ContextVar("fp8jax_plain_parameters", default=False)
-
-
-@contextlib.contextmanager
-def plain_parameters() -> Iterator[None]:
-    """A context for tracing a loss with plain parameters."""
-    token = _are_plain.set(True)
-    try:
-        yield
-    finally:
-        _are_plain.reset(token)
-
-
-def has_plain_parameters() -> bool:
-    """Whether this code is traced inside of `plain_parameters`."""
-    return _are_plain.get()
-
-
-def call(program: TracedFunction, *operands: Any) -> list[Any]:
-    """`program.run(*operands)`; one equation under `plain_parameters`, and compiled once for eager calls."""
-    flat, treedef = jax.tree.flatten(operands)
-    if not _are_plain.get() and any(isinstance(x, jax.core.Tracer) for x in flat):
-        return program.run(*operands)
-    return _program_p.bind(*flat, program=program, treedef=treedef)
-
-
-def _run(*flat: Any, program: TracedFunction, treedef: Any) -> list[Any]:
-    return program.run(*treedef.unflatten(flat))
-
-
-def _abstract(*avals: Any, program: TracedFunction, treedef: Any) -> Any:
-    del avals, treedef
-    return [var.aval for var in program.jaxpr.outvars], program.jaxpr.effects
-
-
-def _batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
-    if all(dim is None for dim in dims):
-        out = _program_p.bind(*args, **params)
-        return out, [None] * len(out)
-    run = functools.partial(_run, **params)
-    names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
-    out = jax.vmap(run, in_axes=tuple(dims), **names)(*args)
-    return out, [0] * len(out)
-
-
-_program_p = jex.Primitive(PROGRAM)
-_program_p.multiple_results = True
-_program_p.def_impl(jax.jit(_run, static_argnames=("program", "treedef")))
-_program_p.def_effectful_abstract_eval(_abstract)
-ad.primitive_jvps[_program_p] = jvp_of(_run)
-batching.fancy_primitive_batchers[_program_p] = _batch
-mlir.register_lowering(_program_p, mlir.lower_fun(_run, multiple_results=True))

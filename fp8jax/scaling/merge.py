@@ -91,10 +91,7 @@ def to_fm32(tree: PyTree) -> PyTree:
     leaves, treedef = jax.tree.flatten(tree)
     floats = [leaf for leaf in leaves if leaf.dtype != fm32]
     if others := [leaf.dtype for leaf in floats if leaf.dtype != jnp.float32]:
-        raise ValueError(
-            f"scaling state: expected float32; got {others[0]}. Cast the collection 'params' alone, as in "
-            "`{**variables, 'params': cast(variables['params'])}`: a scaling state is no weight."
-        )
+        raise ValueError(f"scaling state: expected float32; got {others[0]}. {OF_WEIGHTS}")
     converted = iter(_to_fm32(floats) if floats else ())
     return treedef.unflatten([leaf if leaf.dtype == fm32 else next(converted) for leaf in leaves])
 
@@ -209,6 +206,7 @@ def _batch(args: Any, dims: Any) -> Any:
     sizes = [x.shape[d] for x, d in zip(operands, operand_dims, strict=True) if d is not None]
     if dim is not None or not sizes:
         return _broadcast_p.bind(*args), dim
+    leaf = _broadcast_p.bind(leaf, *operands)  # for a vmap around this one
     return (_copies(leaf, sizes[0]), 0) if leaf.dtype in (FP8_GRAD, fm32) else (leaf, None)
 
 

@@ -156,8 +156,8 @@ def _of_plain(found: FoundDots, rules: Rules) -> tuple[dict[Any, PlannedDot], Pl
     if not high:
         raise ValueError(
             f"`loss_fn`: expected a matmul of a parameter that {rules.recipe} includes; got none. `report` "
-            "of the transformed model says why. A `jax.vmap` of a transformed model hides its layers: put "
-            "the vmap into the function that you transform, or measure the plain model."
+            "of the transformed model says why. A `jax.vmap` over a transformed model's parameters hides its "
+            "layers: put the vmap into the function that you transform, or measure the plain model."
         )
     return {each.key: each for each in high}, Plan.of(high)
 

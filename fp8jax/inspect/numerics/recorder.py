@@ -141,8 +141,15 @@ def _recorded(
     static: _Static, records: Records, lhs: jax.Array, rhs: Any, seeds: Any, state: Any, sizes: Any
 ) -> jax.Array:
     """Zeros like the output of a dot; of a ragged dot, if `sizes` is not None."""
-    del records, lhs, rhs, seeds, state, sizes
-    return jnp.zeros(static.layout.out_shape, static.dtype)
+    del records, seeds, state, sizes
+    return jnp.full(static.layout.out_shape, _zero(lhs, rhs), static.dtype)
+
+
+def _zero(*operands: Any) -> jax.Array:
+    """Zero for each example of a vmap of the operands. JAX sums cotangents over the examples of results, and
+    of gradients, that depend on them."""
+    some = sum(x.ravel()[0].astype(jnp.float32) for x in jax.tree.leaves(operands))
+    return jnp.where(jnp.isnan(some), 0.0, 0.0)
 
 
 def _forward(static: _Static, records: Records, *operands: Any) -> tuple[jax.Array, Any]:
@@ -157,7 +164,8 @@ def _backward(static: _Static, operands: Any, grad: jax.Array) -> tuple[Any, ...
         found = _records(static, lhs, grad, rhs, seeds, state)
     else:
         found = _records_of_groups(static, lhs, grad, rhs, seeds, state, sizes)
-    return found, None, None, None, None, None
+    uses, sums, noise = jax.tree.map(lambda x: x + _zero(lhs, rhs), found[:3])
+    return found._replace(uses=uses, sums=sums, noise=noise), None, None, None, None, None
 
 
 _recorded.defvjp(_forward, _backward)

@@ -149,7 +149,8 @@ def _outputs(
             leaves, own, arrays, consts = eqn.params["treedef"].unflatten(ins)
             own, arrays = jax.tree.map(untracked, (own, arrays), is_leaf=lambda x: isinstance(x, Tracked))
             around = {key: states[key].plugin.around(state) for key, state in own.items() if key in states}
-            return eqn.params["program"].run(leaves, {**own, **around}, arrays, consts)
+            program, batched = eqn.params["program"], eqn.params["batched"]
+            return program.run(leaves, {**own, **around}, arrays, consts, batched)
         if site in plan.below and eqn.primitive.name in _INSIDE:
             return _INSIDE[eqn.primitive.name](plan, eqn, ins, states, site)
         if ins and isinstance(ins[0], Tracked) and (outs := move(ins[0], eqn, ins[1:])) is not None:

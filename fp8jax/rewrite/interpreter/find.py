@@ -64,6 +64,7 @@ class Uses:
     dots: int = 0  # number of FP8 dot products
     others: int = 0  # number of other equations that read its value
     is_shared: bool = False  # whether a dot product uses it as a loop constant, or uses a part of it
+    is_batched: bool = False  # whether a transformed function under a `jax.vmap` of its inputs uses it
     kernel: Kernel | None = None  # of its first FP8 dot product, even a frozen one
     reads: int = 0  # number of equations that read its value, frozen or not; without planned dot products
 
@@ -190,6 +191,11 @@ class _DotFinder:
         leaves, states, arrays, _ = eqn.params["treedef"].unflatten(ins)
         if place.is_on_each and any(x is _STATE for x in jax.tree.leaves(states)):
             raise ValueError(_STATE_INSIDE.format(program.recipe))
+        batched = [axis.size for _, axis in eqn.params["batched"]]
+        for x in leaves if batched else ():
+            if isinstance(x, ParamView):
+                self.found.uses.setdefault(x.path, Uses()).is_batched = True
+        place = place._replace(times=place.times * math.prod(batched))
         finder = _DotFinder(self.found, program.plan, len(place.site))
         return finder.through(program.jaxpr, [*leaves, *arrays], place)
 
