@@ -609,3 +609,17 @@ def test_axis_names_of_a_vmap_of_a_model():
     params, x = {"w": jnp.eye(X.shape[-1])}, X.reshape(4, -1, X.shape[-1])
     np.testing.assert_allclose(step(params, x)[0], jnp.mean((x - x.mean(0, keepdims=True)) ** 2), rtol=0.1)
     assert '[{"data"}, {}, {}]' in step.lower(params, x).as_text()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x.astype(jnp.bfloat16), lambda x: x.astype(jnp.float32), lambda x: x * 1.0]
+)
+def test_arithmetic_with_all_variables_in_the_loss(change):
+    """Scaling states are no weights: JAX's errors name an internal dtype."""
+    model = fp8jax.transform(MLP(), "te")
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    loss = lambda variables: jnp.mean(model.apply(jax.tree.map(change, variables), X) ** 2)  # noqa: E731
+    with pytest.raises(
+        ValueError, match="`loss_fn`: expected scaling states .* Cast the collection 'params' alone"
+    ):
+        fp8jax.value_and_grad(loss)(variables)

@@ -16,7 +16,7 @@ from fp8jax.gradients.keys import shown
 from fp8jax.gradients.traced import gradient
 from fp8jax.platforms import checked_axes
 from fp8jax.quantization import as_gradients
-from fp8jax.scaling.merge import from_cotangents, settled
+from fp8jax.scaling.merge import OF_WEIGHTS, from_cotangents, settled
 from fp8jax.scaling.seeds import for_part, of_whole
 from fp8jax.variables import LOSS_SCALE, PARAMS, SCALING, has_params, with_collections
 
@@ -67,8 +67,9 @@ def value_and_grad(
     Raises:
         ValueError: with `zero`, a batch array's first axis is not divisible by the number of devices, or
             there are no arguments after the variables, or a sharding constraint in the loss names the mesh
-            axis of the batch; the parameters hold scaling states, as those of two
-            models' variables in one tree do; the function runs inside `jax.shard_map` with a
+            axis of the batch; `loss_fn` casts or scales the scaling states; parameters are float16 and the
+            recipe has a loss scale; the parameters hold scaling states, as those of two models' variables in
+            one tree do; the function runs inside `jax.shard_map` with a
             scaling state, and `axis_name` is None or `check_vma` is True.
         TypeError: `loss_fn` is not a function or does not return a loss, or `zero` is not a `Zero`.
 
@@ -157,6 +158,14 @@ def _has_state(node: Any) -> bool:
     return isinstance(node, Mapping) and SCALING in node
 
 
+# JAX's errors for casts and arithmetic of scaling states.
+_OF_ARITHMETIC = (
+    ("Cannot convert_element_type from fp8_meta",),
+    ("fp8_meta", "is not a valid dtype for JAX type promotion"),
+    ("'UndefinedPrimal' object has no attribute 'dtype'",),
+)
+
+
 @contextlib.contextmanager
 def _clear_errors() -> Iterator[None]:
     """Replaces JAX's errors where it cannot handle the dtypes of states and FP8 gradients."""
@@ -171,7 +180,12 @@ def _clear_errors() -> Iterator[None]:
             "made a NaN or an infinity, and cannot do so with scaling states. Run the step with the recipe "
             "bf16 under the same flag. Under `jax_debug_infs` a step with scaling states has to be jitted."
         ) from error
-    except ValueError as error:
+    except (AttributeError, TypeError, ValueError) as error:
+        if any(all(part in str(error) for part in parts) for parts in _OF_ARITHMETIC):
+            raise ValueError(
+                "`loss_fn`: expected scaling states that go to the model as they are; got a cast of them, or "
+                f"other arithmetic. {OF_WEIGHTS}"
+            ) from error
         if not all(part in str(error) for part in ("manual axis types do not match", "fp8_meta")):
             raise
         raise ValueError(

@@ -80,6 +80,13 @@ fm32 = _MaxDType(fp8_ops.fm32.float_dtype, _MaxRules)  # as Flax writes it, whic
 FP8_GRAD = _CodesDType(jnp.dtype(jnp.uint8))
 
 
+# What to do in place of a cast of all variables.
+OF_WEIGHTS = (
+    "Cast the collection 'params' alone, as in `{**variables, 'params': cast(variables['params'])}`: a "
+    "scaling state is no weight."
+)
+
+
 def to_fm32(tree: PyTree) -> PyTree:
     """Converts float32 leaves to `fm32`; `fm32` leaves stay.
 
