@@ -46,7 +46,17 @@ def update(state: State, is_finite: Bool[Array, ""]) -> State:
 
 
 def unscale(grads: PyTree, state: State) -> tuple[PyTree, State]:
-    """The gradients of the loss from those of the scaled loss, in the same formats; and the next state."""
+    """The gradients of the loss from those of the scaled loss, in the same formats; and the next state.
+
+    Raises:
+        ValueError: a gradient is float16, and so its parameter, where the divided gradient would be lost.
+    """
+    if any(not is_scaled(g) and g.dtype == jnp.float16 for g in jax.tree.leaves(grads, is_scaled)):
+        raise ValueError(
+            "`variables`: expected parameters in float32 or bfloat16 with a loss scale; got float16, in "
+            "which gradients become 0 when they are divided by the scale. Cast the parameters to float32 "
+            "before `init`: the recipe casts for its GEMMs."
+        )
     finite = [jnp.all(jnp.isfinite(g.data if is_scaled(g) else g)) for g in jax.tree.leaves(grads, is_scaled)]
 
     def unscaled(g: Any) -> Any:

@@ -623,3 +623,13 @@ def test_arithmetic_with_all_variables_in_the_loss(change):
         ValueError, match="`loss_fn`: expected scaling states .* Cast the collection 'params' alone"
     ):
         fp8jax.value_and_grad(loss)(variables)
+
+
+def test_float16_parameters_with_a_loss_scale():
+    """Gradients that the scale saved would become 0 in float16."""
+    model = fp8jax.transform(lambda params, x: x @ params["w"], "fp16_amp")
+    variables = model.init({"w": jnp.ones((64, 64), jnp.float16)}, X)
+    with pytest.raises(
+        ValueError, match="expected parameters in float32 or bfloat16 with a loss scale; got float16"
+    ):
+        fp8jax.value_and_grad(lambda variables: jnp.mean(model.apply(variables, X)))(variables)
