@@ -208,7 +208,7 @@ def test_nnx_layer_replaced_after_transform():
 
     model = fp8jax.transform(Net(nnx.Rngs(0)), "te")
     model.up = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(1))
-    with pytest.raises(ValueError, match="replace layers of an NNX module before `transform`"):
+    with pytest.raises(ValueError, match="[.] Replace or move layers of an NNX module before `transform`"):
         model(X)
 
 

@@ -562,6 +562,12 @@ def test_scaled_values_index_as_arrays():
 # Back, and inference #############################################################################
 
 
+def test_dequantize_without_a_removed_layer():
+    model, x = fp8jax.transform(Pair(nnx.Rngs(0)), "te"), jnp.ones((4, 36))
+    model.layers = nnx.List([model.layers[0], lambda x: x])
+    assert relative(model(x), fp8jax.adapters.nnx.dequantize(model)(x)) < 0.1
+
+
 @pytest.mark.parametrize("recipe", ["O3", "fp16_amp"])
 def test_the_plain_model_comes_back(recipe):
     plain, model = net(), net(recipe)

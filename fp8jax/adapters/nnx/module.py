@@ -41,9 +41,9 @@ _KNOWN = (*FLAX_LAYERS, ExpertDense)
 
 # For a scaling state of another recipe, or none.
 _REMEDY = (
-    "Give nnx.update the parameters alone, `nnx.state(old, nnx.Param)`, into a newly transformed model; if "
-    "the weight formats differ, transform `fp8jax.adapters.nnx.dequantize(old)`; replace layers of an NNX "
-    "module before `transform`."
+    "Replace or move layers of an NNX module before `transform`. Give nnx.update the parameters alone, "
+    "`nnx.state(old, nnx.Param)`, into a newly transformed model; if the weight formats differ, transform "
+    "`fp8jax.adapters.nnx.dequantize(old)`."
 )
 
 
@@ -208,11 +208,15 @@ def recipes(model: nnx.Module) -> list[Recipe]:
 
 
 def placed_kernels(model: nnx.Module) -> Iterator[tuple[tuple[str, ...], Kernel, VariablePlace]]:
-    """The kernels of a transformed module, with their paths and places; none for a plain module."""
+    """The kernels of a transformed module, with their paths and places; none for a plain module.
+
+    A layer that was removed since `transform` has none.
+    """
     rewritten, places = rewritten_of(model), places_of(model)
     kernels = {} if rewritten is None else rewritten.function.settings.kernels or {}
     for path, kernel in kernels.items():
-        yield path, kernel, places[path]
+        if path in places:
+            yield path, kernel, places[path]
 
 
 def freeze(model: nnx.Module) -> nnx.Module:
