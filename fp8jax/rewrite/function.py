@@ -150,7 +150,7 @@ class FunctionModel:
 
         Args:
             variables: variables from `init`.
-            args, kwargs: arguments of `fn`; arguments that are not arrays are constants of the program.
+            args, kwargs: arguments of `fn`; those that are no arrays are constants: each value compiles anew.
 
         Raises:
             ValueError: `variables` lack the scaling state of a dot product.
