@@ -69,8 +69,8 @@ def value_and_grad(
             there are no arguments after the variables, or a sharding constraint in the loss names the mesh
             axis of the batch; `loss_fn` casts or scales the scaling states; parameters are float16 and the
             recipe has a loss scale; the parameters hold scaling states, as those of two models' variables in
-            one tree do; the function runs inside `jax.shard_map` with a
-            scaling state, and `axis_name` is None or `check_vma` is True.
+            one tree do; the function runs inside `jax.shard_map` with a scaling state, and `axis_name` is
+            None or `check_vma` is True.
         TypeError: `loss_fn` is not a function or does not return a loss, or `zero` is not a `Zero`.
 
     References:
