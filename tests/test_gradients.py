@@ -633,3 +633,12 @@ def test_float16_parameters_with_a_loss_scale():
         ValueError, match="expected parameters in float32 or bfloat16 with a loss scale; got float16"
     ):
         fp8jax.value_and_grad(lambda variables: jnp.mean(model.apply(variables, X)))(variables)
+
+
+def test_tree_map_keeps_shapes():
+    """An FP8 gradient has scales for its own shape."""
+    model = fp8jax.transform(MLP(), "O2")
+    variables = jax.jit(model.init)(jax.random.key(0), X)
+    grads = fp8jax.value_and_grad(lambda variables: jnp.mean(model.apply(variables, X) ** 2))(variables)[1]
+    with pytest.raises(ValueError, match="`f`: expected a result of the gradient's shape .* `dequantize`"):
+        fp8jax.gradients.tree_map(lambda x: x.mean(0), grads)

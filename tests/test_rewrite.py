@@ -926,3 +926,9 @@ def test_heads_alone_do_not_warn():
         model({"head": jnp.ones((64, 64))}, x)
         tied.apply(variables, x, method="logits")
     assert not [str(each.message) for each in caught]
+
+
+def test_a_function_that_calls_a_transformed_model():
+    model = fp8jax.transform(lambda params, x: x @ params["w"], "current")
+    with pytest.raises(ValueError, match="w [(]it is in FP8 already: transform the plain model"):
+        fp8jax.transform(model.apply, "current").init({"w": normal(1, WIDTH, HIDDEN)}, normal(0, 16, WIDTH))

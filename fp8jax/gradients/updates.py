@@ -133,6 +133,7 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
     Raises:
         TypeError: arithmetic has changed codes and scales apart before; in compiled code the result is NaN.
+        ValueError: `f` changes the shape of an FP8 gradient.
     """
     for each in (tree, *rest):
         check_tags(each)
@@ -141,6 +142,11 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
         new = f(*(value(leaf) for leaf in (first, *others)))
         if not isinstance(first, ScaledGradient):
             return new
+        if jnp.shape(new) != first.shape:
+            raise ValueError(
+                f"`f`: expected a result of the gradient's shape {first.shape}; got {jnp.shape(new)}. For "
+                "another shape, `dequantize` the gradients first."
+            )
         made = ScaledGradient.of(quantize_gradient(jnp.asarray(new, jnp.float32), first.bits.shape))
         tags = [jnp.all(leaf.is_intact) for leaf in (first, *others) if isinstance(leaf, ScaledGradient)]
         return made.only_if(jnp.all(jnp.stack(tags)))

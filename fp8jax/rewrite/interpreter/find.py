@@ -45,6 +45,8 @@ _WAYS_OUT = {
     "custom_jvp_call": _OWN_GRADIENT,
     "while": ": make it a scan",
 }
+# Why dots inside of `platforms.by_platform` are not replaced.
+_IN_FP8 = "it is in FP8 already: transform the plain model, or a function that calls the plain model"
 
 _STATE = Activation()  # a part of the scaling states that the gradient renews
 _STATE_INSIDE = (
@@ -247,7 +249,7 @@ class _DotFinder:
     def opaque(self, eqn: jex.JaxprEqn, ins: list[Any], place: EquationPlace) -> None:
         """Finds the dot products inside a call that `evaluate` does not look into."""
         name, params = eqn.primitive.name, eqn.params
-        reason = f"it is inside of a {name}{_WAYS_OUT.get(name, '')}"
+        reason = _IN_FP8 if name == "by_platform" else f"it is inside of a {name}{_WAYS_OUT.get(name, '')}"
         ins = [derived(x, reason, True) if is_parameter(x) else x for x in ins]
         parameter = next((x for x in ins if isinstance(x, Derived)), None)
         for number, inner in enumerate(jex.jaxprs_in_params(params)):
