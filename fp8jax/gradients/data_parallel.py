@@ -1,8 +1,8 @@
 """Data-parallel gradients with ZeRO sharding: per-device gradients under `shard_map`, then reductions.
 
 The variables are global arrays. The `GradSharding` of each parameter says whether the dot's backward reduces
-its gradient, and when a sharded parameter is all-gathered. `fp8jax.comm` decides it, by the parameter's uses
-in the loss.
+its gradient, and when a sharded parameter is all-gathered. `ShardContext.sharding` decides it, by the
+parameter's uses in the loss and by what `fp8jax.comm.Zero` shards.
 
 Each device's loss is divided by the number of devices, and gradients are summed. So output gradients, and the
 scaling state, equal those of one device with the whole batch.

@@ -1,4 +1,7 @@
-"""The table of scalings, and the scaling of a recipe."""
+"""The table of scalings, and the scaling of a recipe.
+
+A new scaling has an entry here, and a row in `fp8jax.recipe.legal_values.FIELDS_OF_SCALING`.
+"""
 
 import dataclasses
 import functools

@@ -1,4 +1,8 @@
-"""The variables of a transformed NNX module, and the places of its parameters."""
+"""The variables of a transformed NNX module, and the places of its parameters.
+
+A kernel has its scaling state beside it, as `FP8State`s: `module.with_recipe` makes them, and `gradient` renews
+them.
+"""
 
 import functools
 import operator
