@@ -83,7 +83,9 @@ def test_masks_that_are_not_of_booleans():
     injected = optax.inject_hyperparams(adamw)
     for make in (
         lambda: injected(1e-3, "te", mask=mask),
+        lambda: injected(1e-3, "te", mask=lambda p: jax.tree.map(lambda x: np.prod(x.shape) > 1, p)),
         lambda: injected(1e-3, "te", mask=lambda _: {"fc": {"kernel": 1.0, "bias": 0.0}}),
+        lambda: adamw(1e-3, "te", mask=jax.tree.map(lambda x: x > 0, PARAMS)),
         lambda: adamw(1e-3, "te", mask={"fc": {"kernel": "decay", "bias": "no"}}),
     ):
         with pytest.raises(ValueError, match=r"`mask`: .*say static_args=\('recipe', 'mask'\)") as error:

@@ -233,10 +233,12 @@ def _decays(rule: UpdateRule, treedef: Any, params: Any) -> tuple[str, ...]:
             for x in (params, mask)
         )
         raise ValueError(f"{_WANTED_MASK}; got {got} for parameters {wanted}.") from None
-    is_bool = [isinstance(x, bool) or getattr(x, "dtype", None) == jnp.bool_ for x in decays]
-    if not all(is_bool) or (isinstance(mask, bool) and not jax.tree_util.treedef_is_leaf(treedef)):
+    is_leaf = jax.tree_util.treedef_is_leaf
+    is_bool = [isinstance(x, bool) or (getattr(x, "dtype", 0) == jnp.bool_ and not x.ndim) for x in decays]
+    if not all(is_bool) or (is_leaf(jax.tree.structure(mask)) and not is_leaf(treedef)):
+        got = " ".join(repr(mask).split())
         raise ValueError(
-            f"{_WANTED_MASK}; got {mask!r}. optax.inject_hyperparams calls a mask with the number of a step "
-            "unless you say static_args=('recipe', 'mask')."
+            f"{_WANTED_MASK}; got {got}. Leave `mask` out if all decay. optax.inject_hyperparams calls a "
+            "mask with the number of a step unless you say static_args=('recipe', 'mask')."
         )
     return tuple(rule.decay if decay else NO_DECAY for decay in decays)
