@@ -27,7 +27,7 @@ from fp8jax.train import Diverged, TrainConfig, Trainer, checkpoint, fit
 from fp8jax.train.config import option
 from fp8jax.train.data.loader import Examples
 from fp8jax.train.report import figures
-from fp8jax.train.run import checks
+from fp8jax.train.run import checks, not_finite
 from fp8jax.train.run.run import Run, validator
 from fp8jax.train.run_folder import RunMetadata
 
@@ -393,6 +393,15 @@ def test_a_run_with_a_twin_that_trains_nothing_has_its_report(trainer, tmp_path)
         fit(run, WITH_NAN, twin=of_twin(recipe="bf16"))
     models = json.loads((tmp_path / "run/result.json").read_text())["models"].values()
     assert len({len(model["training_losses"]) for model in models}) == 1 and len(models) == 2
+
+
+def test_arrays_in_boxes_that_are_not_finite():
+    """The codes of a moment, which have the axis names of the parameter."""
+    kernel = nn.Partitioned(jnp.ones((4, 4)), (None, "model"))
+    state = fp8jax.optim.adamw(1e-3, "fp8").init({"kernel": kernel})
+    assert not_finite.bad_arrays(state) == []
+    nan = lambda x: jnp.full_like(x, jnp.nan) if x.dtype == jnp.float8_e5m2 else x  # noqa: E731
+    assert len(not_finite.bad_arrays(jax.tree.map(nan, state))) == 1
 
 
 @of_nnx

@@ -38,7 +38,7 @@ def bad_arrays(tree: PyTree, is_good: Callable[[Array], Bool[Array, "..."]] = jn
     """
     found = []
     for path, leaf in named_leaves(tree, is_scaled):
-        parts = (leaf.data, leaf.scale) if is_scaled(leaf) else (leaf,)
+        parts = jax.tree.leaves((leaf.data, leaf.scale)) if is_scaled(leaf) else (leaf,)
         # One at a time: on a CPU of several devices, programs with collectives must not overlap.
         if not all(bool(_all_good(_on_device(x), is_good)) for x in parts if _is_float(x)):
             found.append(path)
