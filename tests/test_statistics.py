@@ -413,6 +413,16 @@ def test_a_vmap_of_a_transformed_model():
     assert fp8jax.statistics(lambda p, x: mean_square(over_examples(fn)(p, x)), "current")(params, x).rows
 
 
+def test_an_input_without_rows():
+    params = variables()["params"]
+
+    def loss(params, x):
+        outputs = [rows @ params["up"]["kernel"] for rows in (x[:0], x)]
+        return jnp.square(jnp.concatenate(outputs)).mean()
+
+    assert fp8jax.statistics(loss, "current")(params, X).rows
+
+
 def test_rows_as_json_and_merged(tmp_path):
     found = fp8jax.statistics(plain_loss, ["te"])(variables(), X)
     found.save(tmp_path / "rows.json")

@@ -148,7 +148,7 @@ def _recorded(
 def _zero(*operands: Any) -> jax.Array:
     """Zero for each example of a vmap of the operands. JAX sums cotangents over the examples of results, and
     of gradients, that depend on them."""
-    some = sum(x.ravel()[0].astype(jnp.float32) for x in jax.tree.leaves(operands))
+    some = sum(jnp.sum(x.ravel()[:1].astype(jnp.float32)) for x in jax.tree.leaves(operands))
     return jnp.where(jnp.isnan(some), 0.0, 0.0)
 
 
