@@ -65,11 +65,16 @@ def _batch(axis: Any, args: Any, dims: Any, **params: Any) -> Any:
     leaves, states, *_ = params["treedef"].unflatten([dim is not None for dim in dims])
     if any(jax.tree.leaves((leaves, states))):
         out = vmapped(functools.partial(_run, **params), dims, axis)(*args)
-    elif any(dim is not None for dim in dims):
+    elif any(dim is not None for dim in dims) or axis.name in _axes_of(params["program"]):
         out = _program_p.bind(*args, **{**params, "batched": (*params["batched"], (dims, axis))})
     else:
         return _program_p.bind(*args, **params), [None] * len(params["program"].jaxpr.outvars)
     return out, [0] * len(out)
+
+
+def _axes_of(program: TracedFunction) -> set[Any]:
+    """The names of axes around a program that its collectives read."""
+    return {getattr(effect, "name", None) for effect in program.jaxpr.effects}
 
 
 _program_p = jex.Primitive(PROGRAM)

@@ -146,7 +146,7 @@ class TracedFunction:
 
         inputs = (*arrays, *consts)
         for dims, axis in batched:
-            run = vmapped(run, dims[-len(inputs) :], axis)
+            run = vmapped(run, dims[len(dims) - len(inputs) :], axis)
         return run(*inputs)
 
     def _run(self, leaves: list[Any], states: Mapping[Any, DotState], arrays: Any, consts: Any) -> list[Any]:
