@@ -170,7 +170,7 @@ def _clear_constraints(axis: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        named = r"only refer to Auto axes|contains a manual axes|of type Auto or Manual"
+        named = r"only refer to Auto axes|contains (a|the) manual ax|of type Auto or Manual"
         if not re.search(named, str(error)) or repr(axis) not in str(error):
             raise
         raise ValueError(

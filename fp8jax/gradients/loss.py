@@ -126,7 +126,7 @@ def with_state(
         # Without jit, `jax.shard_map` and JAX's checks for NaN lack the dtypes of states and FP8 gradients.
         is_mapped = bool(jax.sharding.get_abstract_mesh().manual_axes)
         grad = jax.jit(grad) if is_mapped or jax.debug_nans.value else grad
-        with _clear_errors():
+        with _clear_errors(has_state=SCALING in old):
             out, new = grad()
         out = out if has_aux else out[0]
         grads = as_gradients(new.pop(PARAMS))
@@ -167,7 +167,7 @@ _OF_ARITHMETIC = (
 
 
 @contextlib.contextmanager
-def _clear_errors() -> Iterator[None]:
+def _clear_errors(has_state: bool) -> Iterator[None]:
     """Replaces JAX's errors where it cannot handle the dtypes of states and FP8 gradients."""
     try:
         yield
@@ -181,7 +181,7 @@ def _clear_errors() -> Iterator[None]:
             "bf16 under the same flag. Under `jax_debug_infs` a step with scaling states has to be jitted."
         ) from error
     except (AttributeError, TypeError, ValueError) as error:
-        if any(all(part in str(error) for part in parts) for parts in _OF_ARITHMETIC):
+        if has_state and any(all(part in str(error) for part in parts) for parts in _OF_ARITHMETIC):
             raise ValueError(
                 "`loss_fn`: expected scaling states that go to the model as they are; got a cast of them, or "
                 f"other arithmetic. {OF_WEIGHTS}"

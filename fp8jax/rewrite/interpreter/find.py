@@ -276,12 +276,12 @@ class _DotFinder:
 
 
 def _check_spec(spec: Any) -> None:
-    """Raises ValueError for a constraint that JAX refuses in the same words, but only when it lowers."""
+    """Raises ValueError for a constraint that JAX refuses, too, but only when it lowers."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    if any(axis in manual for axis in jax.tree.leaves(tuple(spec))):
+    if named := [axis for axis in jax.tree.leaves(tuple(spec)) if axis in manual]:
         raise ValueError(
-            f"{spec!r} contains a manual axes {manual!r}, which a `jax.shard_map` around the sharding "
-            "constraint maps over. Leave it out of the constraint: each device has its own part already."
+            f"the sharding constraint {spec!r} contains the manual axis {named[0]!r}, over which a "
+            "`jax.shard_map` around it maps. Leave it out: each device has its own part already."
         )
 
 
