@@ -183,10 +183,10 @@ def check_processes(now: RunMetadata) -> None:
     if distributed.any_of(first.digest != now.digest):
         before, given = ({**each.settings, "data": each.data} for each in (first, now))
         others = [name for name in {**before, **given} if before.get(name) != given.get(name)]
-        got = f"other {', '.join(others)} than process 0" if others else "others in another process"
+        got = f"process {jax.process_index()} got other {', '.join(others)} than process 0"
         raise ValueError(
             "expected the same settings and data in all processes, each of which reads its rows of every "
-            f"batch; process {jax.process_index()} got {got}; give all processes the same"
+            f"batch; {got if others else 'another process got others, which it names'}; give all the same"
         )
 
 

@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from jaxtyping import PyTree
 
@@ -33,7 +32,7 @@ def optimizer_of(config: TrainConfig, zero: Any = None) -> optax.GradientTransfo
         zero: as in `fp8jax.optim.adamw`.
     """
     recipe, rate = config.precision, schedule_of(config)
-    seed = np.uint32(config.seed)  # an int of 32 bits is too large for JAX's int32
+    seed = config.seed
     clip = optim.clip_by_global_norm(config.max_grad_norm or math.inf)
     decay: dict[str, Any] = {"weight_decay": config.weight_decay, "mask": decays}
     if config.optimizer == "adafactor":
