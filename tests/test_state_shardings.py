@@ -155,7 +155,7 @@ OTHERS = {
     "masked": lambda: optax.masked(adamw(1e-2, "fp8"), MASK),
     "partition": lambda: optax.partition({"muon": muon(1e-2, "fp8"), "adam": adamw(1e-2, "fp8_6")}, LABELS),
     "MultiSteps": lambda: fp8jax.optim.multi_steps(adamw(1e-2, "fp8"), 2),
-    "adafactor": lambda: fp8jax.optim.adafactor(1e-2, "fp8"),
+    "adafactor": lambda: with_dequantized(optax.adafactor(1e-2), "fp8"),
     "inject": lambda: optax.inject_hyperparams(adamw, static_args="recipe", hyperparam_dtype=jnp.float32)(
         1e-2, recipe="fp8"
     ),

@@ -1,7 +1,7 @@
 """The variables of a transformed NNX module, and the places of its parameters.
 
-A kernel has its scaling state beside it, as `FP8State`s: `module.with_recipe` makes them, and `gradient` renews
-them.
+A kernel has its scaling state beside it, as `FP8State`s: `module.with_recipe` makes them, and `gradient`
+renews them.
 """
 
 import functools

@@ -21,8 +21,8 @@ def shardings(tree: Any, params: Any, of_params: Any) -> Any:
         of_state = fp8jax.optim.shardings(jax.eval_shape(tx.init, params), params, of_params)
         state = jax.jit(tx.init, out_shardings=of_state)(params)
 
-    An array belongs to the parameter whose path its own path ends with. Of a `ScaledArray` or a moment in
-    8 bits, the codes get the parameter's sharding. Its scales are sharded along the axes that have several
+    An array belongs to the parameter whose path its own path ends with. The codes of a `ScaledArray` or of
+    an 8-bit moment get the parameter's sharding. Its scales are sharded along the axes that have several
     of them, if the devices divide these; else each device has them. Everything else, as counts, keys and
     arrays of another shape than their parameter's, is on all devices, too.
 
@@ -32,7 +32,7 @@ def shardings(tree: Any, params: Any, of_params: Any) -> Any:
             the `nnx.State` of a module.
         params: the parameters, or whole variables; arrays or shapes.
         of_params: a tree like `params` with a `NamedSharding` for each of them: for a `ScaledArray` one, or
-            one for codes and scale each. It may have no boxes.
+            one for codes and scale each. It need not have the boxes of `params`.
 
     Returns:
         A tree like `tree` with a `NamedSharding` for each array, for `jax.jit` and `jax.device_put`.

@@ -91,8 +91,8 @@ def fits(x: jax.Array, param: Any) -> Any:
     """Where x, float32, stays finite in the dtype of a bfloat16 or float16 parameter; True for others."""
     if not has_16_bits(param):
         return True
-    # Two float32 numbers below the midpoint to infinity: the sum that writes the weight may be contracted
-    # otherwise.
+    # A little below the midpoint to infinity (2 float32 numbers for float16, 128 for bfloat16): the sum that
+    # writes the weight may be contracted otherwise.
     format = format_of(param)
     return jnp.abs(x) < np.float32(format.max * (1 + 2.0 ** (-format.mantissa_bits - 2)))
 
