@@ -6,6 +6,7 @@ import pathlib
 import resource
 import shutil
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 
 from fp8jax import ScaledArray
 from fp8jax.dot import init_ragged_state, init_state
+from fp8jax.optim import adamw
+from fp8jax.optim.wrappers import without_variables
 from fp8jax.scaling.old_states import without_one
 from fp8jax.train import checkpoint, run_folder
 from fp8jax.train.metrics import ScaleMetrics
@@ -221,6 +224,19 @@ def test_a_checkpoint_of_0_1_0_has_other_scaling_states(tmp_path):
     old = {**without_one(state), "stateless": {"wgrad_scale": jnp.ones(())}}
     old["layers"]["wgrad_scale"] = jnp.ones(3)
     assert jax.tree.structure(old) != jax.tree.structure(state)
+    checkpoint.save(tmp_path, 1, old)
+    found, skipped = checkpoint.restore(tmp_path, like=state)
+    assert jax.tree.structure(found.state) == jax.tree.structure(state) and skipped == []
+    assert bits(found.state) == bits(state)
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "fp8_6", "O2"])
+def test_a_checkpoint_with_boxes_around_whole_moments(recipe, tmp_path):
+    """As an earlier version wrote it, for a Linen model with names of axes."""
+    kernel = nn.Partitioned(jax.random.normal(jax.random.key(0), (4, 256)), (None, "model"))
+    state = adamw(1e-3, recipe).init({"kernel": kernel})
+    old = without_variables(state)
+    assert isinstance(old.adam.mu["kernel"], nn.Partitioned)
     checkpoint.save(tmp_path, 1, old)
     found, skipped = checkpoint.restore(tmp_path, like=state)
     assert jax.tree.structure(found.state) == jax.tree.structure(state) and skipped == []

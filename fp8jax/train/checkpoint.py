@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fp8jax.extras import need
+from fp8jax.optim.wrappers import without_variables
 from fp8jax.quantization import ScaledArray
 from fp8jax.scaling.old_states import are_old, with_one, without_one, without_unread
 from fp8jax.train import distributed
@@ -120,12 +121,14 @@ def restore(
     folder, skipped = pathlib.Path(folder).resolve(), list[str]()
     for step, path, content in _whole(folder, skipped):
         is_old = are_old(content["arrays"])
-        saved = without_one(like) if is_old else like
+        given = without_one(like) if is_old else like
+        saved = _as_saved(given, content)
         _check(path, content, saved, run)
         state, damage = _restored(path, saved)
         if distributed.any_of(bool(damage)):
             skipped.append(f"{path}: {damage or 'another process cannot read its arrays'}")
             continue
+        state = jax.tree.unflatten(jax.tree.structure(given), jax.tree.leaves(state))
         return Checkpoint(step, with_one(state) if is_old else state, content), skipped
     return None, skipped
 
@@ -302,6 +305,13 @@ def _arrays(state: PyTree) -> dict[str, str]:
     """The path of each array of a state -> its dtype and shape."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
+
+
+def _as_saved(like: PyTree, content: dict[str, Any]) -> PyTree:
+    """The tree with a checkpoint's paths: an earlier version had boxes of axis names around whole moments."""
+    names = without_unread(content["arrays"]).keys()
+    around = without_variables(like)
+    return around if _arrays(like).keys() != names == _arrays(around).keys() else like
 
 
 def _check(path: pathlib.Path, content: dict[str, Any], like: PyTree, run: str) -> None:
