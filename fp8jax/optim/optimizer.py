@@ -30,7 +30,7 @@ from fp8jax.optim.step import (
     largest_update,
     nesterov_shares,
 )
-from fp8jax.optim.storage import Storage
+from fp8jax.optim.storage import is_stored
 from fp8jax.optim.transforms import plain_mask, takes_variables
 from fp8jax.optim.wrappers import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.platforms import with_auto_axes
@@ -188,9 +188,8 @@ def _flat_state(arrays: list[Any], treedef: Any, updates: Any) -> list[list[Any]
             return flat
     except (TypeError, ValueError):
         pass
-    is_leaf = lambda node: is_scaled(node) or isinstance(node, Storage)  # noqa: E731
     given, seen = (
-        {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
+        {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_stored)}
         for tree in (updates, arrays[0])
     )
     pairs = ("without", given - seen), ("with", seen - given)

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from fp8jax.optim.storage import Storage
+from fp8jax.optim.storage import Storage, is_stored
 from fp8jax.quantization import ScaledArray, is_scaled
 
 
@@ -72,7 +72,7 @@ def is_wrapper(node: Any) -> bool:
 
 
 def _opened(node: Any) -> tuple[Any, Any]:
-    """What is in a variable or a box, and the function that puts something else there."""
+    """The content of a variable or a box, and the function that replaces it; None for other nodes."""
     if _is_variable(node):
         return node.get_raw_value(), node.replace
     if _is_box(node):
@@ -80,13 +80,9 @@ def _opened(node: Any) -> tuple[Any, Any]:
     return None, None
 
 
-def _is_stored(node: Any) -> bool:
-    return is_scaled(node) or isinstance(node, Storage)
-
-
 def _box_in(node: Any) -> Any:
     """The box around the codes of a `ScaledArray` or `Storage`; None if there is none."""
-    inside = jax.tree.leaves(node, is_leaf=_is_box)[:1] if _is_stored(node) else []
+    inside = jax.tree.leaves(node, is_leaf=_is_box)[:1] if is_stored(node) else []
     return inside[0] if any(map(_is_box, inside)) else None
 
 

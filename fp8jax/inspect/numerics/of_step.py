@@ -8,7 +8,7 @@ from jaxtyping import Array, Float32, PyTree
 
 from fp8jax.optim.state import is_adam_state, is_masked
 from fp8jax.optim.step.weight_rounding import decode_weight
-from fp8jax.optim.storage import Storage
+from fp8jax.optim.storage import Storage, is_stored
 from fp8jax.optim.wrappers import without_variables
 from fp8jax.quantization import is_scaled, plain, value
 from fp8jax.rewrite import names_of
@@ -91,7 +91,7 @@ def stored_params(params: PyTree, opt_state: PyTree) -> list[StoredParam]:
 
 
 def _is_stored(node: Any) -> bool:
-    return node is None or is_masked(node) or is_scaled(node) or isinstance(node, Storage)
+    return node is None or is_masked(node) or is_stored(node)
 
 
 def _codes(moment: Any) -> jax.Array:

@@ -25,7 +25,7 @@ from fp8jax.optim.state.stored_formats import (
 from fp8jax.optim.step import ParamState
 from fp8jax.optim.step.codecs import decode, encode_alone, name_of, zeros
 from fp8jax.optim.step.weight_rounding import decode_weight
-from fp8jax.optim.storage import Storage
+from fp8jax.optim.storage import is_stored
 from fp8jax.optim.wrappers import filled, in_variables, with_variables_inside, without_variables
 from fp8jax.quantization import format_of, is_scaled
 from fp8jax.recipe import Recipe
@@ -294,7 +294,7 @@ def _converted_roundings(
 
 
 def _is_stored(node: Any) -> bool:
-    return is_scaled(node) or isinstance(node, Storage) or is_masked(node)
+    return is_stored(node) or is_masked(node)
 
 
 def _converted_leaf(old: ParamState, wanted: StoredFormats) -> list[Any]:

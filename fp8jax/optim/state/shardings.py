@@ -7,9 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from fp8jax.optim.storage import Storage
+from fp8jax.optim.storage import is_stored
 from fp8jax.optim.wrappers import is_wrapper
-from fp8jax.quantization import is_scaled
 from fp8jax.variables import params_of
 
 
@@ -73,7 +72,7 @@ def _by_path(params: Any, of_params: Any) -> dict[tuple[str, ...], tuple[tuple[i
 
 
 def _is_leaf(node: Any) -> bool:
-    return is_scaled(node) or isinstance(node, Storage) or is_wrapper(node)
+    return is_stored(node) or is_wrapper(node)
 
 
 def _names(path: Any) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Storages of moments that are more than one array and its scale, in the table `STORAGES`."""
 
 from fp8jax.optim.storage.base import Storage as Storage
+from fp8jax.optim.storage.base import is_stored as is_stored
 from fp8jax.optim.storage.blockwise import Blockwise as Blockwise
 from fp8jax.optim.storage.e4m4 import RootE4M4 as RootE4M4
 from fp8jax.optim.storage.int8 import LinearInt8 as LinearInt8

@@ -90,6 +90,11 @@ class Storage(abc.ABC):
         return np.asarray(self.dequantize(), dtype)
 
 
+def is_stored(node: Any) -> bool:
+    """Whether a tree node is one moment: a `ScaledArray` or a `Storage`."""
+    return is_scaled(node) or isinstance(node, Storage)
+
+
 # Moments as `ScaledArray`s #######################################################################
 
 
